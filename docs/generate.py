@@ -170,6 +170,8 @@ def rows(names: tuple[str, ...], latent: bool):
         each(order, lambda name, layout=order: cell(name, takes(name, cache=dict(layout=layout))))
         for order in ("HND", "NHD")
     ]
+    narrow = dict(layer=dict(head_dim=64), cache=dict(layout="HND128"))
+    shapes += [] if latent else [each("HND128, heads of 64", lambda name: cell(name, takes(name, **narrow)))]
     by_head = lambda name: sizes(name, HEAD_DIMS, lambda d: takes(name, dict(head_dim=d)))
     by_block = lambda name: sizes(name, BLOCK_SIZES, lambda s: takes(name, cache=dict(block_size=s)))
     shapes += [] if latent else [each(f"head dim {_of(HEAD_DIMS)}", by_head)]

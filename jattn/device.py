@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -55,6 +56,18 @@ def detect() -> Chip:
 def processors() -> int | None:
     """Multiprocessors of JAX's default device; None if it is not a GPU, or does not tell."""
     return getattr(devices()[0], "core_count", None) if detect().platform == "gpu" else None
+
+
+MAX_PEERS = 8
+
+
+def are_peers(devices: Sequence[Any]) -> bool:
+    """Can a Mosaic kernel on one of these devices write to the memory of the others?
+
+    They must be JAX's first devices in order, and of one process: JAX numbers the peers of a kernel so.
+    """
+    ids = [device.id for device in devices]
+    return jax.process_count() == 1 and ids == list(range(len(ids))) and len(ids) <= MAX_PEERS
 
 
 def chip_of(platform: "str | Chip | None") -> Chip:

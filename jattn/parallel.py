@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends.checks import check_cache
 from jattn.backends.parallel import ContextParallel
@@ -92,7 +93,7 @@ def rank_cache_spec(cache_spec: KVCacheSpec, world: int) -> KVCacheSpec:
 @takes(cache_spec=kind(KVCacheSpec), axis=_axes)
 def head_partition(cache_spec: KVCacheSpec, axis: str | tuple[str, ...]) -> PartitionSpec:
     """The PartitionSpec of a cache's arrays when its heads are distributed over `axis`, or several axes."""
-    return PartitionSpec(None, axis) if cache_spec.physical_layout == "HND" else PartitionSpec(None, None, axis)
+    return PartitionSpec(None, axis) if cache_spec.heads_first else PartitionSpec(None, None, axis)
 
 
 @takes(**_SPECS)
@@ -154,7 +155,10 @@ def decode_context_parallel(
     if cache_spec.num_blocks % world:
         raise ValueError(f"{cache_spec.num_blocks=} must be a multiple of the {world} ranks of axis {axis!r}")
     local = dataclasses.replace(cache_spec, num_blocks=cache_spec.num_blocks // world)
-    parallel = ContextParallel(dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave)
+    are_peers = mesh.size == world and device.are_peers(list(mesh.devices.flat))
+    parallel = ContextParallel(
+        dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave, are_peers=are_peers
+    )
     if isinstance(spec, MLASpec):
         attn = MLAAttention(spec, local, backend, parallel=parallel)
     else:

@@ -20,11 +20,12 @@ from benchmarks import records
 from benchmarks.gpu import cases, cupti
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
-from pallas_kernels.gpu.work_list import build_work_list, token_ranges
+from pallas_kernels.gpu.work_list import build_work_list
 
 
 def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:

@@ -68,15 +68,20 @@ def make_engine(small: bool, requests: int, prompt: int, longest: int) -> jattn.
     )  # fmt: skip
 
 
-def serve(engine: jattn.Engine, prompts: np.ndarray, dispatches: int) -> tuple[list[float], list]:
-    """(seconds of each timed step, as many dispatches of full bursts as `recorded` them)."""
+def serve(
+    engine: jattn.Engine, prompts: np.ndarray, dispatches: int, prompt_steps: int = 1
+) -> tuple[list[float], list]:
+    """(seconds of each timed step, as many dispatches of full bursts as `recorded` them).
+
+    prompt_steps: steps in which the engine computes the prompts.
+    """
     most = BURST * (UNTIMED + dispatches + 2) + 1  # the last step that is timed still sends one
     params = jattn.SamplingParams(temperature=0, max_tokens=most, ignore_eos=True)
     seconds = []
     with recorded() as sent:
         for prompt in prompts:
             engine.add_request(prompt, params)
-        for _ in range(1 + UNTIMED):  # the prompts, and the first decodes
+        for _ in range(prompt_steps + UNTIMED):  # the prompts, and the first decodes
             engine.step()
         for _ in range(dispatches):
             begin = time.perf_counter()

@@ -1,7 +1,7 @@
 """The latent attention kernel on a Hopper card: numbers against float64, then times beside mla_sdpa and FlashMLA.
 
-    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--parts check,time,write,variants,sdpa] [--only TEXT]
-                                        [--seconds 240] [--flashmla SCRIPT LIBRARY]
+    python -m benchmarks.gpu.mla_decode [--write | --out DIR] [--only TEXT] [--seconds 240] [--flashmla SCRIPT LIBRARY]
+                                        [--parts check,time,several,paired,write,variants,sdpa,tuned]
 
 A case that fails is reported and the others go on. A case that takes longer than --stuck seconds ends the process, as a
 kernel that waits for ever cannot be stopped otherwise: run it again with --only or other --parts. `us` is the launch
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from benchmarks.gpu import check, cupti, jobs
 from benchmarks.gpu.write import REPEATS, time_of
 from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
 from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.gpu import mla_sm90
 from pallas_kernels.gpu.mla_config import MlaKernelConfig, heads_of_unit
 from pallas_kernels.gpu.mla_sm90 import latent_attention
 from pallas_kernels.gpu.work_list import build_work_list
@@ -50,7 +52,10 @@ class LatentCase:
     @property
     def config(self) -> MlaKernelConfig:
         longest = max(n for n, _ in self.lengths)
-        fields = dict(num_heads=self.heads, group=heads_of_unit(self.heads, longest), page_size=self.page)
+        paired = dict(self.options).get("paired", False)
+        group = heads_of_unit(self.heads, longest, 128 if paired else 64)
+        fields = dict(num_heads=self.heads, group=group, max_rows=group * longest, page_size=self.page)
+        fields |= dict(dtype="float16") if "kv_dtype" in dict(self.options) else {}  # as MLAAttention does
         return MlaKernelConfig(**(fields | dict(logits=LogitRule(scale=SCALE)) | dict(self.options)))
 
     def read_bytes(self) -> int:
@@ -82,15 +87,35 @@ CHECKED_8BIT += [ragged(h, q, PAGES[q % 3], kv_dtype="float8_e4m3fn") for h, q i
 CHECKED_8BIT += [
     ragged(16, 1, 16, kv_dtype="float8_e5m2", whole_rows=True),
     ragged(128, 4, 128, kv_dtype="int8"),
-    ragged(16, 4, 64, kv_dtype="int8", dtype="float16"),
+    ragged(16, 4, 64, kv_dtype="int8", dtype="bfloat16"),
+    ragged(8, 2, 128, kv_dtype="float8_e5m2"),
+    ragged(4, 4, 16, kv_dtype="int8", whole_rows=True),
+    ragged(16, 1, 64, kv_dtype="float8_e4m3fn", dtype="bfloat16"),
 ]
 TIMED = [
     LatentCase(name="mla_dec_128x4k_h16", lengths=((1, 4096),) * 128, heads=16),
     LatentCase(name="mla_dec_32x8k_h128", lengths=((1, 8192),) * 32, heads=128),
     LatentCase(name="mla_dec_16x4k_h16", lengths=((1, 4096),) * 16, heads=16),
 ]
+SEVERAL = [  # new tokens of each request
+    LatentCase(name=f"mla_dec_{b}x{k}k_h{heads}_q{n}", lengths=((n, 1024 * k),) * b, heads=heads)
+    for b, k, heads in ((32, 8, 128), (128, 4, 16))
+    for n in (2, 4)
+]
 TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) for case in TIMED]
+PAIRED = (  # timed, checked
+    [dataclasses.replace(case, options=(("paired", True),)) for case in (TIMED[1], SEVERAL[0])],
+    [ragged(128, 1, 64, paired=True), ragged(64, 2, 16, paired=True), ragged(32, 8, 128, paired=True)],
+)
 VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
+TUNED = {  # variant -> constants of mla_sm90.py, and the cases whose kernel has them
+    "registers 168,128,48": (dict(REGISTERS=(168, 128, 48)), TIMED[1:2]),
+    "registers 168,120,56": (dict(REGISTERS=(168, 120, 56)), TIMED[1:2]),
+    "merge 128 columns": (dict(MERGE=dict(in_flight=2, chunks=1, columns=128)), TIMED[1:]),
+    "merge 64 columns": (dict(MERGE=dict(in_flight=4, chunks=2, columns=64)), TIMED[1:]),
+    "merge 8 parts": (dict(MERGE=dict(in_flight=8, chunks=2)), TIMED[1:]),
+    "merge 2 parts": (dict(MERGE=dict(in_flight=2, chunks=2, columns=64)), TIMED[1:2]),
+}
 LARGE = 30  # of a cache of 8 bits, the standard deviation of an integer
 
 
@@ -168,6 +193,12 @@ def errors(case: LatentCase, batch: Batch, out, lse, requests) -> dict:
     pads = slice(int(batch.starts[-1]), None)
     clean = bool((out[pads] == 0).all() and np.isneginf(lse[pads]).all())
     return dict(rel_err=relative, lse_err=worst_lse, pads_ok=clean)
+
+
+def tuned(case: LatentCase, constants: dict, iterations: int) -> dict:
+    """measure with other constants of mla_sm90.py."""
+    with mock.patch.multiple(mla_sm90, **constants):
+        return measure(case, True, iterations)
 
 
 def measure(case: LatentCase, timed: bool, iterations: int) -> dict:
@@ -268,6 +299,19 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
     if "time" in names:
         for case in TIMED_8BIT:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
+    if "paired" in names:
+        for case in (*PAIRED[1], *PAIRED[0]):
+            timed = case in PAIRED[0]
+            label = dict(case=case.name, backend=ours, variant="paired")
+            yield label, lambda c=case, t=timed: measure(c, t, iterations)
+    if "tuned" in names:
+        for variant, (constants, cases) in TUNED.items():
+            for case in cases:
+                label = dict(case=case.name, backend=ours, variant=variant)
+                yield label, lambda c=case, k=constants: tuned(c, k, iterations)
+    if "several" in names:
+        for case in SEVERAL:
+            yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
     if "check" in names:
         for case in (*CHECKED_8BIT[2:], *CHECKED[2:]):
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
@@ -299,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_decode", description=__doc__.splitlines()[0])
     jobs.add_options(parser, seconds=240)
-    parser.add_argument("--parts", default="check,time,write,variants,sdpa")
+    parser.add_argument("--parts", default="check,time,several,write,variants,sdpa")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--flashmla", nargs=2, metavar=("SCRIPT", "LIBRARY"))
     args = parser.parse_args(argv)

@@ -11,6 +11,7 @@ way to share the work.
 import argparse
 import dataclasses
 import functools
+import itertools
 import sys
 
 import jax
@@ -140,22 +141,44 @@ def measure(shape: str, form: str, rows: int) -> dict:
     return figures | dict(same=same, implementation=kernel, ok=same and err < limit and kernel == "gpu_packed")
 
 
+def tiled(weight: QuantisedArray) -> QuantisedArray:
+    """Codes of 4 bits in the order of a warp's loads."""
+    inner, width = weight.shape
+    parts = weight.values.reshape(inner // 32, 4, width // 32, 8, 4).transpose(2, 0, 3, 1, 4)
+    return dataclasses.replace(weight, values=parts.reshape(weight.values.shape))
+
+
 def tune(shape: str, form: str, rows: int) -> dict:
-    """Every way to share the work; prints the microseconds of the best ones and that of `choose`."""
+    """Ways to share the work; prints the microseconds of each, and of the product in bfloat16."""
     x, groups, size = inputs(shape, form, rows)
     given = product_ops._gpu_config(x, groups[0], x.dtype)
     assert given is not None
+    order = jax.jit(lambda groups: [tuple(tiled(w) for w in group) for group in groups])
+    in_order = order(groups) if any(way.tiled for way in ways(given)) else None
     found: dict[tuple, float] = {}
-    for way in ways(given):
-        y = ours(x, groups, way)
-        us = cupti.micros(ours, x, groups, way, iterations=5)[0] / len(groups)
-        right = error(y[0], x, groups[0]) < 0.02
-        found[(way.unroll, way.warpgroups, way.splits)] = us if right else np.inf
+
+    def time(way):
+        own = in_order if way.tiled else groups
+        y = ours(x, own, way)
+        err = error(y[0], x, groups[0])
+        us = cupti.micros(ours, x, own, way, iterations=5)[0] / len(groups)
+        name = (way.unroll, way.depth, way.across, way.along, way.splits) + (("tiled",) if way.tiled else ())
+        found[name] = us if err < 0.02 else np.inf
+        if err >= 0.02:
+            print("      WRONG", name, err, f"{us:.2f}", flush=True)
+        return found[name]
+
+    best_way = min(ways(given), key=time)
+    for depth in (2, 3, 6):
+        if depth != best_way.depth:
+            time(dataclasses.replace(best_way, depth=depth))
     best = sorted(found.items(), key=lambda item: item[1])
-    chosen = (given.unroll, given.warpgroups, given.splits)
-    times = [(way, round(us, 2)) for way, us in best]
-    print("      chosen", chosen, f"{found.get(chosen, np.nan):.2f}", times, flush=True)
-    return dict(us=best[0][1], share=size / READ_RATE / best[0][1], ok=True)
+    chosen = (given.unroll, given.depth, given.across, given.along, given.splits)
+    bf16 = bf16_micros(shape, rows)
+    times = " ".join(f"{'/'.join(map(str, way))}={us:.2f}" for way, us in best)
+    print(f"      bf16 {bf16:.1f} read {size / READ_RATE:.1f} chosen {chosen} {found.get(chosen, np.nan):.2f} | {times}", flush=True)
+    names = ["/".join(map(str, way)) for way, _ in best]
+    return dict(us=best[0][1], bf16_us=bf16, ways=dict(zip(names, (us for _, us in best))), ok=all(np.isfinite(us) for _, us in best))
 
 
 EXPERTS, TOP = 32, 4
@@ -181,16 +204,28 @@ def measure_experts(inner: int, width: int, form: str, tokens: int) -> dict:
     return figures | dict(ok=bool(err < 2.0**-8 * 5))
 
 
-PARTS = ((1, 1), (1, 2), (2, 2), (1, 4), (4, 1), (2, 4), (4, 2), (1, 8), (2, 8), (4, 4), (4, 8))
+WARPS = ((4, 2), (1, 16), (4, 4), (1, 8), (2, 8), (2, 4))  # side by side, along the inner dimension
 
 
 def ways(given: PackedProductConfig):
-    for unroll in (1, 2, 4):
-        for warpgroups, splits in PARTS:
-            way = dataclasses.replace(given, unroll=unroll, warpgroups=warpgroups, splits=splits)
-            registers = 2 * unroll * (4 if given.columns == 4 else 16)
-            if not supports(way) and way.parts * 2 <= way.chunks and registers <= 64:
-                yield way
+    """Those with which about every SM has its warps in one round, tiled ones too."""
+    is_four, is_narrow = given.columns == 4, given.tile_rows == 8
+    for across, along in WARPS:
+        is_big = across * along == 16
+        if is_four:
+            steps = ((2, 4),) if is_narrow else ((2, 3),)
+        else:
+            steps = ((1, 3 if is_narrow else 2),)
+        if not is_narrow and not is_big:
+            continue
+        for (unroll, depth), splits in itertools.product(steps, (1, 2, 4, 8)):
+            way = dataclasses.replace(given, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
+            warps = way.strips * way.tiles * splits * across * along
+            if supports(way) or warps < 1400 or splits > 1 and warps > 2600:
+                continue
+            yield way
+            if is_four and splits == 1 and given.rows == 1 and across != 2:
+                yield dataclasses.replace(way, tiled=True)
 
 
 def jobs_of():
@@ -201,6 +236,14 @@ def jobs_of():
     tuned += [("8b_gate_up", "int8", 1)]
     measured += [("8b_down", form, 8) for form in FORMS] + [("8b_gate_up", "int4_g64", rows) for rows in (32, 64)]
     routed = [(2880, 2880, "mxfp4", tokens) for tokens in (1, 8)]
+    shapes = list(SHAPES)[:4]
+    yield from (
+        (named("tune", shape, "int4_g64", rows), functools.partial(tune, shape, "int4_g64", rows))
+        for rows in (1, 16, 4)
+        for shape in shapes
+    )
+    yield named("tune", "8b_gate_up", "int8", 1), functools.partial(tune, "8b_gate_up", "int8", 1)
+    yield named("tune", "8b_gate_up", "awq_g128", 1), functools.partial(tune, "8b_gate_up", "awq_g128", 1)
     for i, case in enumerate(measured):
         yield named("packed_product", *case), functools.partial(measure, *case)
         if i >= 12 and tuned and i % 3 == 0:

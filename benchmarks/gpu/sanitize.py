@@ -1,13 +1,14 @@
 """NVIDIA's compute-sanitizer over every variant of the GPU kernels, a process for each variant and tool.
 
     python -m benchmarks.gpu.sanitize --log DIR [--sanitizer PATH] [--tools racecheck,memcheck,synccheck]
-                                      [--only PARTS] [--seconds 900] [--jobs 4]
+                                      [--only PARTS | --sample] [--seconds 900] [--jobs 4]
     python -m benchmarks.gpu.sanitize --case NAME        one variant in this process, without the sanitizer
     python -m benchmarks.gpu.sanitize --list
 
 The program is in the CUDA toolkit and in the package nvidia-cuda-sanitizer-api. Only Mosaic's kernels are checked. DIR
 gets a file for each run, and summary.jsonl. A run is clean if the tool found nothing and the numbers are right. In one
-process, memcheck crashed after three cases.
+process, memcheck crashed after three cases. Runs begin in the order of --only, or of SAMPLE, a tool after the other, and
+none in the last 10 seconds: what must be known first comes first.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -33,9 +35,19 @@ from jattn.ops import many_rows, product
 
 TOOLS = ("racecheck", "memcheck", "synccheck")
 LENGTHS = ((1, 300), (70, 150), (5, 133), (0, 0), (9, 200))  # a tool makes a kernel up to 100 times slower
+SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"  # where the toolkit has it
 FOUND, WRONG = 9, 8  # exit codes
 PROCESSORS = 16  # whose CTAs the warp-level kernel has; of more, most would have no work
-WARPS = ("mix", "mix_window", "mix_spans", "mix_qq", "mix_sinks", "mix_d64_v64", "mix_d256_v256")
+WARPS = (
+    "mix", "mix_window", "mix_spans", "mix_qq", "mix_sinks", "mix_d64_v64", "mix_d256_v256", "mix_fp8", "mix_int8",
+    "mix_all",
+)  # fmt: skip
+SAMPLE = (
+    "warp mix", "warp mix_fp8", "attention mix", "attention mix_fp8", "few few_fp8", "warp mix_d256_v256", "warp mix_all",
+    "attention mix_d256_v256", "few few_tokens_fp8 token_scales=True", "few mix_tokens_fp8 token_scales=True",
+    "attention mix_d192_fp8", "attention mix_all", "warp mix_d64_v64", "warp mix_int8",
+)  # fmt: skip
+"""The most valuable variants, for a bounded time: decode, prefill and both in one launch, wide heads, 8 bits."""
 
 
 def attention(case: cases.KernelCase, **fields) -> dict:
@@ -143,7 +155,7 @@ def run_all(args: argparse.Namespace, names: list[str]) -> int:
                 skipped += 1
                 continue
             counts[row["verdict"]] += 1
-            print(row, flush=True)
+            print(f"{row['verdict']:8s} {row['tool']:10s} {row['case']:48s} {row['seconds']} s", flush=True)
             summary.write(json.dumps(row) + "\n")
             summary.flush()
     print(dict(counts), f"skipped for time: {skipped}", flush=True)
@@ -156,14 +168,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", help="run this variant here")
     parser.add_argument("--list", action="store_true", help="print the variants")
     parser.add_argument("--log", type=pathlib.Path, default=pathlib.Path("sanitizer"), help="folder of the logs")
-    parser.add_argument("--sanitizer", default="compute-sanitizer", help="path of the program")
+    parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer") or SANITIZER, help="path")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
+    parser.add_argument("--sample", action="store_true", help="the variants of SAMPLE")
     parser.add_argument("--seconds", type=float, default=900)
     parser.add_argument("--jobs", type=int, default=4, help="runs side by side (default: 4)")
     args = parser.parse_args(argv)
     known = variants_by_name()
-    names = [name for name in known if any(part in name for part in args.only.split(","))]
+    parts = SAMPLE if args.sample else args.only.split(",")
+    names = [name for part in parts for name in known if (name == part if args.sample else part in name)]
+    names = list(dict.fromkeys(names))
     if args.list:
         print("\n".join(names))
         return 0

@@ -47,7 +47,7 @@ def weights_of(config: models.ModelConfig, mesh: Mesh, dtype: str):
 
     @functools.cache
     def drawing(spec: WeightSpec, sharding):
-        return jax.jit(lambda key: spec.draw(key, dtype), out_shardings=sharding)
+        return jax.jit(lambda key: spec.draw(key, dtype), out_shardings=None if mesh.size == 1 else sharding)
 
     keys = map(jax.random.key, range(10**6))
     draw = lambda spec, sharding: drawing(spec, sharding)(next(keys))
@@ -55,10 +55,10 @@ def weights_of(config: models.ModelConfig, mesh: Mesh, dtype: str):
 
 
 def engine_of(config, params, mesh: Mesh, rows: int, budget: int, longest: int) -> jattn.Engine:
-    """An engine on the mesh without prefix caching."""
+    """An engine on the mesh, or on the device, without prefix caching."""
     return jattn.Engine(
         config, params, ByteTokenizer(), max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=longest,
-        max_burst=BURST, prefix_caching=False, mesh=mesh,
+        max_burst=BURST, prefix_caching=False, mesh=None if mesh.size == 1 else mesh,
     )  # fmt: skip
 
 

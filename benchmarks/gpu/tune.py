@@ -78,7 +78,8 @@ class Warps:
         return tile_policy_sm80.largest_tiles(self._config(case))
 
     def every(self, case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
-        layouts = [layout for layout in tile_policy_sm80.LAYOUTS if kind == "long" or layout[0] == 1]
+        every = ((2, 2), (2, 1), (1, 2), (1, 1))
+        layouts = [layout for layout in every if kind == "long" or layout[0] == 1]
         most = {
             (halves, ctas): tile_policy_sm80.stages_that_fit(self._config(case, tile_halves=halves), ctas)
             for halves, ctas in layouts

@@ -21,6 +21,7 @@ from benchmarks.gpu import cases, check, cupti, flash2, jobs
 from benchmarks.gpu.variants import BOUND, LSE_BOUND, few
 from jattn import device
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.config_sm80 import CHIPS
 
 PEER_CASES = (
     "pre_1x8k", "pre_1x8k_d64", "pre_1x8k_d256", "dec_64x4k", "mixed_32d_2p", "pre_1x8k+window1024",
@@ -60,10 +61,10 @@ TABLE = (
     "pre_1x8k_d256", "pre_1x8k+window1024", "mixed_32d_2p",
 )  # fmt: skip
 """Cases of the table in docs/performance.md, a column each."""
-VARIANTS = [  # cases that a choice of tiles concerns
+VARIANTS = [  # cases that a choice of tiles concerns; ctas: of a multiprocessor
+    ("pre_1x8k", dict(tile_halves=2, stages=2, ctas=1)),
+    ("pre_1x8k_d64", dict(tile_halves=2, stages=3, ctas=1)),
     ("pre_1x8k_d64", dict(stages=1)),
-    ("pre_1x8k_d64", dict(stages=2)),
-    ("pre_1x8k_d64", dict(lazy_rescale=False)),
     ("pre_1x8k", dict(lazy_rescale=False)),
     ("dec_64x4k", dict(stages=2)),
 ]
@@ -94,7 +95,8 @@ def read_rate() -> dict:
 
 def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[jobs.Job]:
     """The jobs, most important first."""
-    own = dict(chip=chip, processors=getattr(jax.devices()[0], "core_count", None))
+    processors = getattr(jax.devices()[0], "core_count", None) or CHIPS[chip].processors
+    own = dict(chip=chip, processors=processors)
     on_hopper = device.detect().generation == "sm_90"
     yield dict(case="read_4g"), read_rate
     for row in peers:
@@ -105,8 +107,8 @@ def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[
     of_16_bits = [(case, {}) for case in CHECKED]
     plain, later, eight = ([(name, {}) for name in names] for names in (TIMED, LATER, TIMED_8BIT))
     rounds = (
-        (CHECKED_8BIT[:2], [("pre_1x8k_d64", {}), *VARIANTS[1:3], *plain[:1], VARIANTS[3], *eight[:2], *later[:3]]),
-        (CHECKED_8BIT[2:] + of_16_bits[:3], eight[2:] + later[3:] + plain[1:] + VARIANTS[:1] + VARIANTS[4:]),
+        (of_16_bits[2:3] + CHECKED_8BIT[:2], [*plain[:2], ("pre_1x8k_d64", {}), VARIANTS[0], *later[:3], *eight[:2]]),
+        (CHECKED_8BIT[2:] + of_16_bits[:2], VARIANTS[1:3] + eight[2:] + later[3:] + plain[2:] + VARIANTS[3:]),
         (of_16_bits[3:], []),
     )
     for checked, timed in rounds:
@@ -117,10 +119,9 @@ def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[
             )
         for name, options in timed:
             case = case_of(name)
-            yield (
-                dict(case=name, variant=label(options)),
-                lambda c=case, o=options: measure(c, own | o, True, args),
-            )
+            tiles = options | dict(num_ctas=options["ctas"] * processors) if "ctas" in options else dict(options)
+            tiles.pop("ctas", None)
+            yield dict(case=name, variant=label(options)), lambda c=case, o=tiles: measure(c, own | o, True, args)
             if on_hopper and not options and name in BESIDE_HOPPER:
                 yield dict(case=name, variant="hopper"), lambda c=case: measure(c, {}, True, args)
 

@@ -1,1 +1,1 @@
-"""The TPU kernel compiled by libtpu and counted, without a TPU; `timed` runs it on one."""
+"""The TPU kernel compiled by libtpu and counted, without a TPU; `measure` runs it on one."""

@@ -29,6 +29,8 @@ class Shape:
     query_lens: tuple[int, ...] = (1, 1, 600, 70)
     columns: int = 64
     causal: bool | str = True
+    ranks: int = 1  # that hold the keys; interleave: consecutive keys on one of them
+    interleave: int = 1
     latent: bool = False  # spec: the arguments of MLASpec; cache: of mla_cache_spec; wide: whole rows
     wide: bool = False
 
@@ -68,6 +70,23 @@ MIXED = (
     Shape("alibi_sqrt", dict(has_alibi=True, use_alibi_sqrt=True)),
     Shape("functions", dict(mask_fn=_thirds, score_fn=_faded)),
     Shape("encoder", dict(attn_type="encoder_only", sliding_window=(9, 3))),
+    Shape("mm_prefix", dict(use_mm_prefix=True, sliding_window=300)),
+    Shape("rswa_mm_prefix", dict(use_mm_prefix=True, use_rswa=True, sliding_window=300, has_sinks=True)),
+    Shape("qq_bias", dict(use_qq_bias=True, has_alibi=True), query_lens=(24,) * 16),
+    Shape("qq_bias_page_48", dict(use_qq_bias=True), cache=dict(block_size=48), query_lens=(24,) * 16),
+    Shape("nhd", cache=dict(layout="NHD")),
+    Shape("nhd_int8_mqa", dict(num_kv_heads=1), cache=dict(layout="NHD", dtype="int8", quant="per_head")),
+    Shape("float16", cache=dict(dtype="float16"), dtype="float16"),
+    Shape("float16_nhd_2_heads", dict(num_kv_heads=2), cache=dict(dtype="float16", layout="NHD")),
+    Shape("token_scales", cache=dict(dtype="int8", quant="per_token_head")),
+    Shape("token_scales_page_48", cache=dict(dtype="float8_e4m3fn", quant="per_token_head", block_size=48)),
+    Shape("lanes_64", dict(head_dim=64, sliding_window=300), cache=dict(layout="HND128", block_size=64)),
+    Shape("lanes_64_int8", dict(head_dim=64), dict(layout="HND128", dtype="int8", quant="per_head", block_size=16)),
+    Shape("lanes_32", dict(head_dim=32, has_alibi=True), cache=dict(layout="HND128", block_size=32)),
+    Shape("lanes_16", dict(head_dim=16, use_mm_prefix=True), cache=dict(layout="HND128", block_size=64)),
+    Shape("kv_heads_160", dict(num_heads=160, num_kv_heads=160, head_dim=64)),
+    Shape("keys_on_2_ranks", ranks=2, interleave=4),
+    Shape("keys_on_4_ranks", dict(has_alibi=True, sliding_window=300, mask_fn=_thirds), ranks=4, query_lens=(1,) * 32),
 )
 DECODE = Shape("decode", query_lens=(1,) * 256)
 PREFILL = Shape("prefill", query_lens=(2048,) * 2)
@@ -143,6 +162,7 @@ def call(shape: Shape, chip: str = "v6e"):
     meta = jattn.CommonAttentionMetadata.from_lengths(
         shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, attn.cache_spec.block_size,
         causal=[r % 2 == 0 for r in range(reqs)] if shape.causal == "each" else shape.causal,
+        **_reach(attn.spec, reqs),
     )  # fmt: skip
     q = jax.ShapeDtypeStruct((sum(shape.query_lens), attn.spec.num_heads, q_dim), shape.dtype)
     cache = jax.eval_shape(lambda: jattn.empty_cache(attn.cache_spec, storage="native"))
@@ -150,7 +170,16 @@ def call(shape: Shape, chip: str = "v6e"):
     def attend(q, cache, meta, params):
         return attn.attend(q, cache, attn.build(meta), params)
 
+    if shape.ranks > 1:  # over the mesh of compile_for, whose axis stands for the ranks
+        once = jax.sharding.PartitionSpec()
+        attend = jax.shard_map(attend, in_specs=once, out_specs=once, check_vma=False)
     return attend, (q, cache, meta, params)
+
+
+def _reach(spec, reqs: int) -> dict:
+    """The arguments of from_lengths for use_rswa and use_mm_prefix."""
+    given = dict(use_rswa=("rswa_prefix_lens", [64] * reqs), use_mm_prefix=("mm_prefix_ranges", [[(3, 90)]] * reqs))
+    return dict(given[name] for name in given if vars(spec).get(name))
 
 
 def _latent_call(shape: Shape, chip: str):
@@ -186,7 +215,7 @@ def _attention_call(shape: Shape, chip: str):
     spec = layer_of(shape)
     dims = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
     cache_spec = jattn.KVCacheSpec(**POOL | dims | shape.cache)
-    attn = jattn.PagedAttention(spec, cache_spec, backend="pallas_tpu", platform=Chip("tpu", chip))
+    attn = jattn.PagedAttention(spec, cache_spec, "pallas_tpu", Chip("tpu", chip), parallel=_parallel(shape))
     f32 = lambda n: jax.ShapeDtypeStruct((n,), jnp.float32)
     params = jattn.AttentionParams(
         alibi_slopes=f32(spec.num_heads) if spec.has_alibi else None,
@@ -194,8 +223,18 @@ def _attention_call(shape: Shape, chip: str):
         k_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
         v_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
         output_scale=jax.ShapeDtypeStruct((), jnp.float32) if spec.output_dtype is not None else None,
+        qq_bias=jax.ShapeDtypeStruct((24, 24), jnp.float32) if spec.use_qq_bias else None,
     )
     return attn, params, spec.head_dim
+
+
+def _parallel(shape: Shape):
+    """Its ContextParallel, whose axis is called x."""
+    from jattn.backends import ContextParallel
+
+    if shape.ranks == 1:
+        return ContextParallel()
+    return ContextParallel(dcp_axis="x", dcp_world_size=shape.ranks, interleave=shape.interleave)
 
 
 def compile_one(shape: Shape, chip: str) -> dict:

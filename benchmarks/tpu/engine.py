@@ -90,13 +90,14 @@ def program(case: Case, layers: int, devices: list) -> Program:
     from jattn.engine.dispatch import empty_row_state
     from jattn.engine.scheduler import Limits
     from jattn.engine.shapes import StepShape, StepShapes
+    from jattn.engine.sizing import lane_specs
 
     config = models.config_of(LLAMA | dict(num_hidden_layers=layers))
     mesh = models.ModelMesh.of(config, jax.sharding.Mesh(np.array(devices), ("tensor",)))
     placed = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
     everywhere = lambda tree: jax.tree.map(lambda x: placed(x, mesh.everywhere), tree)
     num_blocks = case.rows * LONGEST // BLOCK + 1
-    specs = config.cache_specs(num_blocks, BLOCK, "bfloat16")
+    specs = lane_specs(config.cache_specs(num_blocks, BLOCK, "bfloat16"), mesh)
     caches = []
     for cache in jax.eval_shape(lambda: mesh.empty_caches(specs)):
         pools = jax.sharding.NamedSharding(mesh.mesh, mesh.cache_partition(cache.spec))
@@ -135,9 +136,10 @@ def work(case: Case, given: Program) -> dict:
     kv_bytes = attended = 0
     for layer, cache in zip(config.layers, given.caches, strict=True):
         spec = layer.attention
-        _, kv_heads, _, dim = part_shape(cache.k)
-        kv_bytes += 2 * case.requests * case.context * kv_heads * -(-dim // LANES) * LANES * cache.k.dtype.itemsize
-        attended += case.pairs * spec.num_heads // given.model.model_mesh.size * dim
+        _, kv_heads, rows, lanes = part_shape(cache.k)
+        row_bytes = rows * -(-lanes // LANES) * LANES * cache.k.dtype.itemsize // cache.spec.block_size
+        kv_bytes += 2 * case.requests * case.context * kv_heads * row_bytes
+        attended += case.pairs * spec.num_heads // given.model.model_mesh.size * spec.head_dim
     return dict(
         weight_bytes=sum(map(size, jax.tree.leaves(weights))) + size(head), kv_bytes=kv_bytes,
         flop=2 * multiplied + 4 * attended,

@@ -1,95 +1,109 @@
-"""Bundles from the listing of a compiled kernel: for each key of a decode, a short sequence, and prefill.
+"""The TPU kernel on a real TPU, beside what benchmarks.tpu.model says of it: `python -m benchmarks.tpu.measure`.
 
-In this package's kernel the loop over tiles is the largest loop and the loop over blocks the largest in it; a block of
-few rows is either straight code or a loop over masked parts. Of JAX's kernel the innermost loop with a matrix product
-is counted. benchmarks.tpu.timed times the kernel on a TPU.
+256 decodes of 4096 keys and two prompts of 2048, 32 query and 8 kv heads of 128, bf16, pages of 128. Some rows of the
+output are compared with `sdpa` on the same device. A row says which statements its figures refute.
 """
 
-from benchmarks.tpu.llo import Program, Span
-from pallas_kernels.tpu.config import TpuKernelConfig
+import argparse
+import json
+import statistics
+import sys
+import time
 
-PAGES_OF_200 = 2  # a context of 200 tokens in pages of 128
+from benchmarks import records
+from benchmarks.tpu import aot
+
+CASES = {"decode": ((1,) * 256, 4096), "prefill": ((2048,) * 2, 2048)}
+"""(new tokens of each request, keys of each request)."""
+CHECKED = 4  # requests of a decode whose output is compared
+CALLS, ROUNDS = 20, 7
+SLOW, FAST = 1.25, 0.98  # a measured time over the least one: beyond these a statement is refuted
+TOLERANCE = 0.02  # of bf16 outputs
 
 
-def decode(program: Program, config: TpuKernelConfig) -> dict:
-    """Bundles for each key where every key is visible, with the fetch of the next block; and for 200 keys in all."""
-    tile, block = _tile_and_block(program)
-    parts = [loop for loop in _products(program, program.loops) if block.holds(loop)]
-    bodies = [s for s in _products(program, program.skipped) if block.holds(s)]
-    masked = max((s for s in bodies if any(s.holds(p) for p in parts)), key=lambda s: s.size)
-    plain = min((s for s in bodies if not any(s.holds(p) or p == s for p in parts)), key=lambda s: s.size)
-    # two loops clear the values of pages before the range and past its end; in 200 keys the second runs once
-    clear = [s for s in program.inside(block, program.loops) if s not in parts and program.count(s, "vsel")]
-    assert len(clear) == 2, "the loops that clear values were not found"
-    long = program.path(block, _pages(program, config.block_pages), (masked, *clear))
-    short = program.path(block, _pages(program, PAGES_OF_200), (plain, clear[0]))
-    around = program.path(tile, lambda loop: 0 if loop == block else 1)
-    along = lambda word: program.count_along(block, word, _pages(program, config.block_pages), (masked,))
+def pairs(lens: tuple[int, ...], keys: int) -> int:
+    """Keys of a decode, or pairs of a query and a key that it sees, of all requests."""
+    return sum(sum(range(keys - n + 1, keys + 1)) for n in lens)
+
+
+def refuted(measured_ns: float, least: dict | None, difference: float) -> list[str]:
+    """What a time for each key or pair, and the largest difference from sdpa, refute."""
+    found = []
+    if difference > TOLERANCE:
+        found.append(f"the kernel computes what sdpa computes: outputs differ by {difference:.3g}")
+    if least is None:
+        return [*found, "every generation has a static record: there is none for this one"]
+    ratio = measured_ns / least["ns"]
+    if ratio < FAST:
+        found.append(f"the least time is a lower limit: measured {ratio:.2f} of it, so a clock or a rate is wrong")
+    if ratio > SLOW:
+        found.append(f"{least['limit']} alone is the limit: measured {ratio:.2f} times the least time")
+    return found
+
+
+def measure(case: str, generation: str, backend: str = "pallas_tpu") -> dict:
+    """The row of one case."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    import jattn
+
+    lens, keys = CASES[case]
+    columns = -(-keys // 128)
+    spec = aot.layer_of(aot.DECODE)
+    cache_spec = jattn.KVCacheSpec(num_blocks=len(lens) * columns, block_size=128, num_kv_heads=8, head_dim=128)
+    table = np.random.default_rng(0).permutation(len(lens) * columns).reshape(len(lens), columns)
+    meta = jattn.CommonAttentionMetadata.from_lengths(lens, [keys] * len(lens), table, 128)
+    random = lambda seed, like: jax.random.normal(jax.random.key(seed), like.shape, like.dtype)
+    cache = jax.jit(lambda: jax.tree.map(lambda x: random(1, x), jattn.empty_cache(cache_spec, storage="native")))()
+    q = random(2, jnp.zeros((sum(lens), 32, 128), jnp.bfloat16))
+    attn = jattn.PagedAttention(spec, cache_spec, backend=backend)
+    plan = jax.jit(attn.build)(meta)
+    attend = jax.jit(lambda q, cache, plan: attn.attend(q, cache, plan).out)
+    out = jax.block_until_ready(attend(q, cache, plan))
+    seconds = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            last = attend(q, cache, plan)
+        jax.block_until_ready(last)
+        seconds.append((time.perf_counter() - begin) / CALLS)
+    few = CHECKED if case == "decode" else 1
+    part = jattn.CommonAttentionMetadata.from_lengths(lens[:few], [keys] * few, table[:few], 128)
+    witness = jattn.PagedAttention(spec, cache_spec, backend="sdpa")
+    expected = jax.jit(lambda q, cache: witness.attend(q, cache, witness.build(part)).out)(q[: sum(lens[:few])], cache)
+    difference = float(jnp.abs(expected.astype(jnp.float32) - out[: len(expected)].astype(jnp.float32)).max())
+    ns = statistics.median(seconds) / pairs(lens, keys) * 1e9
+    known = records.newest(records.read(records.RESULTS / "tpu" / "static.jsonl"))
+    least = next((row for row in known if (row["chip"], row["case"]) == (generation, case) and "ns" in row), None)
     return dict(
-        keys=config.block_keys, bundles_per_key=round(long / config.block_keys, 3), bundles_at_200=around + short,
-        body=plain.size, spills=program.count(plain, "spill"),
-        descriptors=along("dma.hbm_to_vmem"), waits=along("dma.done.wait"),
+        case=case, generation=generation, ms=round(statistics.median(seconds) * 1e3, 4), ns=round(ns, 5),
+        least_ns=None if least is None else least["ns"], difference=difference,
+        refutes=refuted(ns, least, difference),
     )  # fmt: skip
 
 
-def prefill(program: Program, config: TpuKernelConfig) -> dict:
-    """1e-3 bundles for each pair of query and key, all heads, of the three bodies of many rows and of two prompts."""
-    heads = next(n for n in range(config.long_heads, 0, -1) if config.num_kv_heads % n == 0)
-    products = lambda loop: program.count(loop, "vmatmul")
-    loops = sorted(innermost(program), key=products)[-3:]  # the ones before are bodies of few rows
-    step = loops.pop()
-    part, masked = sorted(loops, key=lambda loop: program.count(loop, "vcmp"))
-    assert products(step) == config.step_parts * products(part) == config.step_parts * products(masked)
-    sizes = [loop.size * config.num_kv_heads // heads for loop in (step, part, masked)]
-    pairs = config.chunk_rows / config.group * config.part_keys
-    milli = lambda size, parts=1: round(1e3 * size / pairs / parts, 1)
-    short, long = (prompt(tokens, config, sizes) for tokens in (512, 8192))
-    return dict(
-        milli_bundles=milli(sizes[0], config.step_parts), part=milli(sizes[1]), masked=milli(sizes[2]),
-        prompt_512=short["computed"], prompt_512_visible=short["visible"],
-        prompt_8k=long["computed"], prompt_8k_visible=long["visible"], spills=program.count(step, "spill"),
-    )  # fmt: skip
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print and keep the rows; 2 without a TPU, 1 if an output is wrong."""
+    from jattn import device
+    from pallas_kernels.tpu.supports import generation_of
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.measure", description=__doc__.splitlines()[0])
+    records.add_options(parser)
+    args = parser.parse_args(argv)
+    chip = device.detect()
+    if chip.platform != "tpu":
+        print(f"JAX's default device is {chip.platform}, not a TPU: nothing is measured")
+        return 2
+    wrong = 0
+    for case in CASES:
+        row = measure(case, generation_of(chip.generation)) | records.provenance()
+        wrong += row["difference"] > TOLERANCE
+        print(json.dumps(row), flush=True)
+        records.write([row], "attention", records.folder_of(args))
+    return int(wrong > 0)
 
 
-def prompt(tokens: int, config: TpuKernelConfig, sizes) -> dict:
-    """1e-3 bundles in the bodies for each pair that is computed, and for each that is visible, of a causal prompt."""
-    c, queries = config, config.chunk_rows // config.group
-    bundles = parts = 0
-    for first in range(0, tokens, queries):
-        for start in range(0, first + queries, c.block_keys):
-            full = min(first + 1 - start, c.block_keys) // c.part_keys if first + 1 > start else 0
-            edge = -(-min(first + queries - start, c.block_keys) // c.part_keys) - full
-            steps, rest = divmod(full, c.step_parts)
-            bundles += sum(n * size for n, size in zip((steps, rest, edge), sizes, strict=True))
-            parts += full + edge
-    computed = parts * c.part_keys * queries
-    return dict(
-        computed=round(1e3 * bundles / computed, 1), visible=round(2e3 * bundles / (tokens * (tokens + 1)), 1)
-    )  # fmt: skip
-
-
-def jax_kernel(program: Program, keys: int, queries: int) -> dict:
-    """The same for a kernel whose innermost loop takes `keys` keys for `queries` queries of all heads."""
-    size = max(loop.size for loop in innermost(program))
-    return dict(keys=keys, bundles_per_key=round(size / keys, 3), milli_bundles=round(1e3 * size / keys / queries, 1))
-
-
-def innermost(program: Program) -> list[Span]:
-    """Loops with a matrix product and no further such loop."""
-    loops = _products(program, program.loops)
-    return [loop for loop in loops if not any(loop.holds(other) for other in loops)]
-
-
-def _products(program: Program, spans: list[Span]) -> list[Span]:
-    return [span for span in spans if program.count(span, "vmatmul")]
-
-
-def _tile_and_block(program: Program) -> tuple[Span, Span]:
-    tile = max(program.loops, key=lambda loop: loop.size)
-    return tile, max(program.inside(tile, program.loops), key=lambda loop: loop.size)
-
-
-def _pages(program: Program, pages: int):
-    """Trips of a nested loop: pages that are fetched or waited for, else one."""
-    moves = lambda loop: program.count(loop, "dma.hbm_to_vmem") or program.count(loop, "dma.done.wait")
-    return lambda loop: pages if moves(loop) else 1
+if __name__ == "__main__":
+    sys.exit(main())

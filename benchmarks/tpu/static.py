@@ -26,7 +26,7 @@ OURS = {"decode": aot.DECODE, "prefill": aot.PREFILL, "mla_decode": aot.MLA_DECO
 
 def ours(chip: str, job: str):
     """Compile this package's kernel for `chip`; returns the function that measures its listing."""
-    from benchmarks.tpu import measure
+    from benchmarks.tpu import bundles
     from jattn.backends import mla_pallas_tpu, pallas_tpu
 
     shape = OURS[job]
@@ -36,8 +36,8 @@ def ours(chip: str, job: str):
     if shape.latent:
         config = mla_pallas_tpu.kernel_config(*aot.latent_layer_of(shape), common=meta)
     else:
-        config = pallas_tpu.kernel_config(aot.layer_of(shape), cache.spec, common=meta)
-    return lambda program: getattr(measure, job.removeprefix("mla_"))(program, config)
+        config = pallas_tpu.kernel_config(aot.layer_of(shape), cache.spec, common=meta, chip=chip)
+    return lambda program: getattr(bundles, job.removeprefix("mla_"))(program, config)
 
 
 def theirs(chip: str, job: str):
@@ -46,7 +46,7 @@ def theirs(chip: str, job: str):
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
-    from benchmarks.tpu import measure
+    from benchmarks.tpu import bundles
 
     reqs, page, queries = 256, 128, JAX_QUERIES[job]
     shape = lambda dims, dtype="int32": jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
@@ -62,12 +62,12 @@ def theirs(chip: str, job: str):
         )
 
     aot.compile_for(chip, attend, *arguments)
-    return lambda program: measure.jax_kernel(program, JAX_PAGES * page, queries) | dict(queries=queries)
+    return lambda program: bundles.jax_kernel(program, JAX_PAGES * page, queries) | dict(queries=queries)
 
 
 def rpa3(chip: str, job: str):
     """The same for RPA v3, whose two kernels are one call."""
-    from benchmarks.tpu import measure
+    from benchmarks.tpu import bundles
 
     decode = job == "rpa3_decode"
     requests, tokens = (256, 256) if decode else (2, 4096)
@@ -75,7 +75,7 @@ def rpa3(chip: str, job: str):
     aot.compile_for(chip, function, *arguments)
     sizes = peers.sizes(chip, tokens, requests, decode=decode)
     more = dict(queries=sizes["bq_csz"], tile_queries=sizes["bq_sz"], peer=peers.WHEEL)
-    return lambda program: measure.jax_kernel(program, sizes["bkv_csz"], sizes["bq_csz"]) | more
+    return lambda program: bundles.jax_kernel(program, sizes["bkv_csz"], sizes["bq_csz"]) | more
 
 
 KERNELS = {"rpa3_decode": "RPAd", "rpa3_prefill": "RPAm"} | dict.fromkeys(

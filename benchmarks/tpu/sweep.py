@@ -1,27 +1,37 @@
 """Sizes of the TPU kernel's blocks and tiles compared by their bundles, one changed at a time.
 
-    python -m benchmarks.tpu.sweep [--write | --out DIR] [--chips v5e,v6e] [--jobs decode,prefill]
+    python -m benchmarks.tpu.sweep [--write | --out DIR] [--tables] [--chips v5e,v6e] [--jobs decode,prefill]
 
-The cases of benchmarks.tpu.static. A row is one set of sizes on one chip; a table of the best ends the run. Of
-a decode, which memory limits, the best is the one with the fewest bundles for 200 keys among those within 2 % of the
-least time of a long context. Static figures: a TPU must confirm them before the kernel's defaults change.
+The cases of benchmarks.tpu.static. A row is one set of sizes on one chip; a table of the best ends the run, and
+--tables writes it to pallas_kernels/tuning for tile_policy.py. Of a decode, which memory limits, the best is the one
+with the fewest bundles for 200 keys among those within 2 % of the least time of a long context. Of a prefill, the one
+with the fewest spilled registers among those within 1 % of the least bundles of prompts of 512 and of 8192. Static
+figures: no TPU has confirmed them.
 """
 
 import argparse
 import dataclasses
 import importlib.metadata
 import json
+import math
+import pathlib
 import sys
 from unittest import mock
 
 from benchmarks import records
 from benchmarks.tpu import aot, llo, model, own_process
+from pallas_kernels import tuning
 
 SIZES = {
     "decode": dict(block_kv=(512, 1024, 2048), part_kv=(128, 512), short_heads=(4,)),
-    "prefill": dict(block_kv=(1024, 2048), part_kv=(128, 512), chunk_rows=(64, 256), long_heads=(2,), tile_rows=(256,)),
+    "prefill": dict(
+        staged_steps=(False, True), staged_parts=(False, True), step_kv=(512,), chunk_rows=(64, 256), long_heads=(2,)
+    ),
 }
 """Fields of TpuKernelConfig and the values that are tried beside the default."""
+
+FIGURES = {"decode": ("bundles_per_key", "bundles_at_200"), "prefill": ("prompt_512", "prompt_8k")}
+"""What a table keeps of the best row."""
 
 
 def candidates(job: str) -> list[dict[str, int]]:
@@ -40,9 +50,8 @@ def one(chip: str, job: str, sizes: dict[str, int], folder: str) -> dict:
     from jattn.backends import pallas_tpu
 
     default = pallas_tpu.default_config
-    with mock.patch.object(
-        pallas_tpu, "default_config", lambda **fields: dataclasses.replace(default(**fields), **sizes)
-    ):
+    changed = lambda chip="", **fields: dataclasses.replace(default(**fields), **sizes)  # without the chip's table
+    with mock.patch.object(pallas_tpu, "default_config", changed):
         measured = static.ours(chip, job)
         row = dict(chip=chip, case=job) | measured(llo.read(folder, "ragged_paged_attention"))
     return row | model.least(row)
@@ -51,9 +60,25 @@ def one(chip: str, job: str, sizes: dict[str, int], folder: str) -> dict:
 def best(rows: list[dict]) -> dict:
     """The best of the rows of one chip and job; see the module's docstring."""
     able = [row for row in rows if "error" not in row]
-    least = min(row["ns"] for row in able)
-    near = [row for row in able if row["ns"] <= 1.02 * least]
-    return min(near, key=lambda row: row.get("bundles_at_200", row["ns"]))
+    if "prompt_8k" not in able[0]:
+        least = min(row["ns"] for row in able)
+        near = [row for row in able if row["ns"] <= 1.02 * least]
+        return min(near, key=lambda row: row.get("bundles_at_200", row["ns"]))
+    cost = lambda row: math.sqrt(row["prompt_512"] * row["prompt_8k"])
+    near = [row for row in able if cost(row) <= 1.01 * min(map(cost, able))]
+    return min(near, key=lambda row: row["spills"] + sum(row["spills_of_parts"]))
+
+
+def write_table(chip: str, rows: dict[str, list[dict]], origin: dict) -> None:
+    """The best sizes of a chip, by job, as tile_policy.py reads them."""
+    found = []
+    for job, tried in rows.items():
+        row = best(tried)
+        figures = {name: row[name] for name in (*FIGURES[job], "spills")}
+        found.append(dict(kind=job, sizes=row["sizes"], **figures, tried=len(tried)))
+    note = "bundles of the compiled kernel, by benchmarks.tpu.sweep; no TPU has confirmed them"
+    path = pathlib.Path(tuning.__file__).with_name(f"tpu_{chip}.json")
+    path.write_text(json.dumps(origin | dict(chip=chip, note=note, rows=found), indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     records.add_options(parser)
     parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
     parser.add_argument("--jobs", default=",".join(SIZES))
+    parser.add_argument("--tables", action="store_true", help="write pallas_kernels/tuning/tpu_*.json")
     parser.add_argument("--one", nargs=4, metavar=("CHIP", "JOB", "SIZES", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
@@ -71,16 +97,19 @@ def main(argv: list[str] | None = None) -> int:
     origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
     folder, failed, table = records.RESULTS / "tpu" if args.write else args.out, 0, []
     for chip in args.chips.split(","):
+        by_job: dict[str, list[dict]] = {}
         for job in args.jobs.split(","):
-            rows = []
+            rows = by_job[job] = []
             for sizes in candidates(job):
                 figures = own_process.row_of_dump("benchmarks.tpu.sweep", chip, job, json.dumps(sizes))
-                rows.append(origin | dict(chip=chip, case=job) | figures | dict(variant=name_of(sizes)))
+                rows.append(origin | dict(chip=chip, case=job) | figures | dict(variant=name_of(sizes), sizes=sizes))
                 print(json.dumps(rows[-1]), flush=True)
                 records.write(rows[-1:], "sweep", folder)
             failed += "error" in rows[0]
             if found := [row for row in rows if "error" not in row]:
                 table.append(f"{chip:6} {job:8} {best(found)['variant']}")
+        if args.tables and not failed:
+            write_table(chip, by_job, origin | dict(date=records.provenance()["date"]))
     print("\n".join(table))
     return int(failed > 0)
 

@@ -35,7 +35,7 @@ class Question:
     v_head_size: int | None = None  # v_head_dim
     dtype: str | None = None  # of the queries
     kv_cache_dtype: str | None = None  # "auto": that of the queries
-    kv_cache_layout: str | None = None  # "NHD" | "HND"
+    kv_cache_layout: str | None = None  # "NHD" | "HND" | "HND128"
     quant: str | None = None  # see KVCacheSpec.quant
     block_size: int | None = None  # tokens of a block
     use_mla: bool = False  # the cache is a latent one

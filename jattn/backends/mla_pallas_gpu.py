@@ -1,8 +1,11 @@
 """`mla_pallas_gpu`: absorbed latent attention by a Mosaic GPU kernel, for decoding and multi-token prediction.
 
-The kernel computes the short requests, those with at most MAX_QUERY_LEN new tokens. The others are computed as by
-mla_sdpa, in the cheaper of its two forms; so are all requests if queries are float32. The gradient is that of
-mla_sdpa's absorbed form.
+The kernel computes the short requests, those with at most MAX_QUERY_LEN new tokens. The others are computed in the
+materialised form (mla_gpu_prefill.py), or where the paged kernel does not support its head dimensions, as by mla_sdpa;
+so are all requests if queries are float32. The gradient is that of mla_sdpa's form.
+
+Over a cache of 8 bits the kernel multiplies in float16, which holds every value of 8 bits and more bits of a query than
+bfloat16. Each row of queries is divided by a power of two, so that the largest of its values is between 1 and 2.
 """
 
 import dataclasses
@@ -15,6 +18,8 @@ import numpy as np
 
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
+from jattn.backends.mla_gpu_listed import listed_rows
+from jattn.backends.mla_gpu_prefill import prefill_reasons, projected_prefill
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.latent import is_wide, write_latent
 from jattn.metadata import CommonAttentionMetadata
@@ -40,6 +45,9 @@ class MLAGpuMetadata(MLAMetadata):
     work: GpuWorkList
     tokens: AnyArray | None  # i32[n] index of their tokens in the batch; T: padding. None: all requests are short
     requests: AnyArray | None  # i32[R] index of the short requests in the batch; None as above
+    long: MLAMetadata | None  # the plan of the others as a batch of their own; None: there are none, or no kernel
+    long_tokens: AnyArray | None  # i32[T] and
+    long_requests: AnyArray | None  # i32[R] as above
     config: MlaKernelConfig = static()
 
 
@@ -54,10 +62,16 @@ class MLAGpuMetadataBuilder(MLAMetadataBuilder):
         common: CommonAttentionMetadata = common_attn_metadata
         spec: Any = self.spec  # an MLASpec
         short, tokens, requests = common, None, None
+        long_plan, long_tokens, long_requests = None, None, None
+        plan_of = functools.partial(super().build, 0, fast_build=fast_build)
         if common.max_query_len > MAX_QUERY_LEN:
             most = min(common.num_tokens, common.max_num_reqs * MAX_QUERY_LEN)
             lens = common.query_lens()
             short, tokens, requests = subset(common, (lens > 0) & (lens <= MAX_QUERY_LEN), most, MAX_QUERY_LEN)
+            if not prefill_reasons(spec, kernel_config(spec, self.cache_spec, 1).dtype):
+                which = lens > MAX_QUERY_LEN, common.num_tokens, common.max_query_len
+                long, long_tokens, long_requests = subset(common, *which)
+                long_plan = plan_of(long)
         causal = short.causal_per_request
         config = dataclasses.replace(
             kernel_config(spec, self.cache_spec, short.max_query_len),
@@ -68,18 +82,24 @@ class MLAGpuMetadataBuilder(MLAMetadataBuilder):
             jnp.asarray(short.query_start_loc), jnp.asarray(short.seq_lens), short.num_tokens, config.attention,
             None if causal is None else jnp.asarray(causal),
         )  # fmt: skip
-        plan, short_plan = (super(MLAGpuMetadataBuilder, self).build(0, batch, fast_build) for batch in (common, short))
-        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}
-        return MLAGpuMetadata(**fields, short=short_plan, work=work, tokens=tokens, requests=requests, config=config)
+        plan = plan_of(common)
+        return MLAGpuMetadata(
+            **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}, config=config, work=work,
+            short=plan_of(short), tokens=tokens, requests=requests,
+            long=long_plan, long_tokens=long_tokens, long_requests=long_requests,
+        )  # fmt: skip
 
     def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
         """The same plan with another block table."""
         assert isinstance(metadata, MLAGpuMetadata)
-        requests, short = metadata.requests, metadata.short
-        table = block_table if requests is None else jnp.asarray(block_table)[requests]
-        metadata = dataclasses.replace(
-            metadata, short=super().update_block_table(short, table, jnp.asarray(short.slot_mapping))
-        )
+
+        def updated(plan, requests):
+            table = block_table if requests is None else jnp.asarray(block_table)[requests]
+            return super(MLAGpuMetadataBuilder, self).update_block_table(plan, table, jnp.asarray(plan.slot_mapping))
+
+        metadata = dataclasses.replace(metadata, short=updated(metadata.short, metadata.requests))
+        if metadata.long is not None:
+            metadata = dataclasses.replace(metadata, long=updated(metadata.long, metadata.long_requests))
         return super().update_block_table(metadata, block_table, slot_mapping)
 
 
@@ -91,7 +111,8 @@ def kernel_config(spec: MLASpec, cache_spec: KVCacheSpec, max_query_len: int) ->
         latent_dim=spec.kv_lora_rank,
         rope_dim=spec.qk_rope_head_dim,
         page_size=cache_spec.block_size,
-        dtype=cache_spec.dtype if cache_spec.dtype in DTYPES else "bfloat16",
+        max_rows=heads_of_unit(spec.num_heads, max_query_len) * max_query_len,
+        dtype=cache_spec.dtype if cache_spec.dtype in DTYPES else "float16",
         kv_dtype=None if cache_spec.dtype in DTYPES else cache_spec.dtype,
         whole_rows=is_wide(spec, cache_spec),
         mask=MaskRule(),
@@ -110,13 +131,19 @@ class MLAGpuImpl(MLAImpl):
             return super().forward(q, cache, m, params)
         if m.tokens is None:
             return self._short(q, cache, m, params)
-        short = self._short(q.at[m.tokens].get(mode="fill", fill_value=0), cache, m, params)
-        state = AttentionState.empty(q.shape[0], self.spec.num_heads, self.spec.v_head_dim, short.out.dtype)
-        state = AttentionState(
-            out=state.out.at[m.tokens].set(short.out, mode="drop"),
-            lse=state.lse.at[m.tokens].set(short.lse, mode="drop"),
-        )
-        return merge(state, self._latent.forward(q, cache, _without_short(m), params))
+        of = lambda tokens: q.at[tokens].get(mode="fill", fill_value=0)  # noqa: E731
+        state = AttentionState.empty(q.shape[0], self.spec.num_heads, self.spec.v_head_dim, q.dtype)
+        state = _put(state, m.tokens, self._short(of(m.tokens), cache, m, params))
+        if m.long is None:
+            return merge(state, self._latent.forward(q, cache, _without_short(m), params))
+        return _put(state, m.long_tokens, projected_prefill(self._latent, of(m.long_tokens), cache, m.long, params))
+
+    def prefill_mha(self, q, cache, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None) -> AttentionState:
+        """The materialised form for all requests; by the paged kernel if q is of 16 bits and it supports the layer."""
+        if q.dtype.name not in DTYPES or prefill_reasons(self.spec, q.dtype.name):
+            return super().prefill_mha(q, cache, m, params, kv_c, k_pe)
+        plan = MLAMetadata(level=m.level, slot_mapping=m.slot_mapping, is_causal=m.is_causal)
+        return projected_prefill(self._latent, q, cache, plan, params, None if kv_c is None else (kv_c, k_pe))
 
     def forward_mqa(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, q, cache, m: MLAGpuMetadata, params: MLAParams
@@ -124,6 +151,17 @@ class MLAGpuImpl(MLAImpl):
         """The absorbed form for all requests; by the kernel if all are short and q is of 16 bits."""
         by_kernel = m.tokens is None and q.dtype.name in DTYPES
         return self._short(q, cache, m, params) if by_kernel else super().forward_mqa(q, cache, m, params)
+
+    def forward_listed(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, q, cache, m: MLAMetadata, params: MLAParams, topk_indices
+    ) -> AttentionState:
+        """The absorbed form over the keys that each token lists; by the kernel if q and the cache are of 16 bits."""
+        config = dataclasses.replace(kernel_config(self.spec, cache.spec, 1), listed=True)
+        if q.dtype.name not in DTYPES or q.size * topk_indices.size == 0 or supports_mla(config):
+            return super().forward_listed(q, cache, m, params, topk_indices)
+        plan = MLAMetadata(level=m.level, slot_mapping=m.slot_mapping, is_causal=m.is_causal)
+        state: Any = _listed(self, config, q, cache, plan, params, topk_indices)
+        return state
 
     def do_kv_cache_update(  # pyright: ignore[reportIncompatibleMethodOverride]  a latent layer has MLAParams
         self, cache: PagedKV, k: jax.Array, v: jax.Array, m: MLAMetadata, params: MLAParams
@@ -135,6 +173,12 @@ class MLAGpuImpl(MLAImpl):
         """The kernel's result. q: the tokens of the short requests."""
         state: Any = _absorbed(self, m.config, q, cache, m.short, m.work, params)
         return state
+
+
+def _put(state: AttentionState, tokens, part: AttentionState) -> AttentionState:
+    """The state with these tokens' rows from the part; T: no token."""
+    out = state.out.at[tokens].set(part.out, mode="drop")
+    return AttentionState(out=out, lse=state.lse.at[tokens].set(part.lse, mode="drop"))
 
 
 def _without_short(m: MLAGpuMetadata) -> MLAMetadata:
@@ -149,20 +193,34 @@ def _without_short(m: MLAGpuMetadata) -> MLAMetadata:
 def _absorbed(
     impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, work: GpuWorkList, params: MLAParams
 ) -> AttentionState:
+    """The kernel over the cached rows of each request."""
+    return _by_kernel(impl, config, q, cache, jnp.asarray(m.block_table), work, params)
+
+
+def _by_kernel(impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, table, work: GpuWorkList, params):
     """W_UK multiplied into q, the kernel over the cached rows, its result multiplied by W_UV, and all scales."""
     spec, params = impl.spec, absorb(impl.spec, params)
-    if config.is_decoded:  # rows of 8 bits are exact in either dtype of queries
-        config = dataclasses.replace(config, dtype=q.dtype.name)
     latent_scale = _scale(params.kv_c_scale)
     rope_scale = latent_scale if config.whole_rows else _scale(params.k_pe_scale)
     scales = jnp.repeat(jnp.stack([latent_scale, rope_scale]), np.array([spec.kv_lora_rank, spec.qk_rope_head_dim]))
-    rows = (absorbed_queries(spec, q, params) * scales[None, None]).astype(config.dtype)
+    rows, factors = absorbed_queries(spec, q, params) * scales[None, None], None
+    if config.is_decoded:
+        rows, factors = _in_range(rows)
+    rows = rows.astype(config.dtype)
     if config.whole_rows:
         latents, ropes = _pages(cache.k, cache.spec), None
     else:
         latents, ropes = _pages(cache.v, cache.spec), _pages(cache.k, cache.spec)
-    out, lse = latent_attention(rows, latents, ropes, jnp.asarray(m.block_table), work, config)
+    out, lse = latent_attention(rows, latents, ropes, table, work, config, factors)
     return projected_values(AttentionState(out=out.astype(jnp.float32) * latent_scale, lse=lse), q.dtype, params)
+
+
+def _in_range(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """f32 rows [T H n] -> (rows whose largest magnitude is between 1 and 2, the powers of two f32[T H] taken out)."""
+    top = jnp.max(jnp.abs(rows), axis=-1)
+    power = jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(top, jnp.int32) & 0x7F800000, jnp.float32)
+    power = jnp.where(jnp.isfinite(power) & (power > 0), power, 1.0)
+    return rows / power[..., None], power
 
 
 def _pages(pool: jax.Array, cache_spec: KVCacheSpec) -> jax.Array:
@@ -183,6 +241,27 @@ def _absorbed_backward(impl: MLAGpuImpl, config: MlaKernelConfig, saved, cotange
 
 
 _absorbed.defvjp(lambda impl, config, *args: (_absorbed(impl, config, *args), args), _absorbed_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _listed(
+    impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, topk_indices
+) -> AttentionState:
+    """The kernel over the listed rows; each token is a request of its own."""
+    rows, counts = listed_rows(m.level, m.is_causal, topk_indices, cache.spec.block_size)
+    starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    work = build_work_list(starts, counts, q.shape[0], config.attention)
+    return _by_kernel(impl, config, q, cache, rows, work, params)
+
+
+def _listed_backward(impl: MLAGpuImpl, config: MlaKernelConfig, saved, cotangent):
+    q, cache, m, params, topk_indices = saved
+    reference = lambda q, cache, params: impl._latent.forward_listed(q, cache, m, params, topk_indices)  # noqa: E731
+    dq, dcache, dparams = jax.vjp(reference, q, cache, params)[1](cotangent)
+    return dq, dcache, None, dparams, None
+
+
+_listed.defvjp(lambda impl, config, *args: (_listed(impl, config, *args), args), _listed_backward)
 
 
 class MLAPallasGpuBackend(MLABackend):

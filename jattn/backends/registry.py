@@ -28,6 +28,7 @@ _TABLE: dict[str, Entry] = {
     "pallas_gpu": "jattn.backends.pallas_gpu:PallasGpuBackend",
     "pallas_gpu_invariant": "jattn.backends.pallas_gpu:InvariantGpuBackend",
     "pallas_tpu": "jattn.backends.pallas_tpu:PallasTpuBackend",
+    "pallas_tpu_invariant": "jattn.backends.pallas_tpu:InvariantTpuBackend",
     "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",
     "sdpa": "jattn.backends.sdpa:SdpaBackend",
     "split": "jattn.backends.split:SplitBackend",

@@ -160,6 +160,7 @@ class SdpaBackend(AttentionBackend):
         AttentionType.ENCODER_ONLY,
         AttentionType.ENCODER_DECODER,
     )
+    kv_cache_layouts = ("NHD", "HND", "HND128")
     platforms = ("cpu", "gpu", "tpu")
     quant_modes = ("none", "per_tensor", "per_head", "per_token_head")
     features = frozenset(

@@ -25,7 +25,10 @@ from jattn.spec import AttentionParams, check_positive, with_arrays
 from jattn.types import pytree, static
 from pallas_kernels.algebra import quant
 
-LAYOUTS = ("auto", "NHD", "HND")
+LAYOUTS = ("auto", "NHD", "HND", "HND128")
+LANES = 128
+"""Width of a row of HND128, and of a vector register of a TPU."""
+
 QUANT_MODES = ("none", "per_tensor", "per_head", "per_token_head")
 
 
@@ -45,7 +48,7 @@ class KVCacheSpec:
     head_dim: int  # D
     v_head_dim: int = cast(int, None)  # V; None: head_dim
     dtype: str = "bfloat16"  # of stored keys and values
-    layout: str = "auto"  # "NHD": [N S K D]; "HND": [N K S D]; "auto": HND, in which a block of one head is contiguous
+    layout: str = "auto"  # "NHD": [N S K D]; "HND", "auto": [N K S D]; "HND128": [N K S*D/128 128], see filled_lanes
     quant: str = "none"  # or the scales: one "per_tensor", one "per_head", or one "per_token_head"
 
     if TYPE_CHECKING:  # the constructor also accepts None as v_head_dim
@@ -74,6 +77,11 @@ class KVCacheSpec:
                 f"dtype={self.dtype!r} with quant={self.quant!r}: {', '.join(quant.QUANTISED)} go with quant "
                 f"{', '.join(QUANT_MODES[1:])}; {', '.join(quant.FLOATS)} go with quant='none'"
             )
+        if self.layout == "HND128" and not self.fills_lanes:
+            raise ValueError(
+                f"layout='HND128' with head_dim={self.head_dim}, v_head_dim={self.v_head_dim}, "
+                f"block_size={self.block_size}: wanted equal dims of 16, 32 or 64, and whole rows of {LANES} numbers"
+            )
         if self.capacity_tokens >= 2**31:
             raise ValueError(f"num_blocks={self.num_blocks} x block_size={self.block_size} slots must stay below 2**31")
 
@@ -89,8 +97,19 @@ class KVCacheSpec:
 
     @property
     def physical_layout(self) -> str:
-        """'NHD' or 'HND'; 'auto' is 'HND'."""
+        """'NHD', 'HND' or 'HND128'; 'auto' is 'HND'."""
         return "HND" if self.layout == "auto" else self.layout
+
+    @property
+    def heads_first(self) -> bool:
+        """Is it HND or HND128?"""
+        return self.physical_layout != "NHD"
+
+    @property
+    def fills_lanes(self) -> bool:
+        """Can the layout be HND128?"""
+        dim = self.head_dim
+        return dim == self.v_head_dim and dim in (16, 32, 64) and self.block_size * dim % LANES == 0
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -104,8 +123,10 @@ class KVCacheSpec:
 
     @property
     def token_scale_shape(self) -> tuple[int, int, int]:
-        """Physical shape of the scales of quant='per_token_head': that of a pool without its last axis."""
-        return self.shape[:-1]
+        """Physical shape of the scales of quant='per_token_head': [N K S] or [N S K]."""
+        if self.heads_first:
+            return (self.num_blocks, self.num_kv_heads, self.block_size)
+        return (self.num_blocks, self.block_size, self.num_kv_heads)
 
     @property
     def bytes_per_block(self) -> int:
@@ -116,9 +137,23 @@ class KVCacheSpec:
         return self.block_size * self.num_kv_heads * per_slot_head
 
     def _physical(self, dim: int) -> tuple[int, int, int, int]:
+        if self.physical_layout == "HND128":
+            return (self.num_blocks, self.num_kv_heads, self.block_size * dim // LANES, LANES)
         if self.physical_layout == "HND":
             return (self.num_blocks, self.num_kv_heads, self.block_size, dim)
         return (self.num_blocks, self.block_size, self.num_kv_heads, dim)
+
+
+def filled_lanes(spec: KVCacheSpec) -> KVCacheSpec:
+    """The spec with the layout HND128 where heads are narrow, if its layout is 'auto' and pages are 8 rows or more.
+
+    A TPU pads the last axis of an array to 128. The rows of consecutive tokens lie side by side instead, so a pool of
+    heads of 64 takes half the memory, and XLA's own layout of it is the one that the kernel reads.
+    """
+    rows = spec.block_size * spec.head_dim // LANES
+    if spec.layout != "auto" or not spec.fills_lanes or rows % 8 or spec.quant == "per_token_head":
+        return spec
+    return dataclasses.replace(spec, layout="HND128")
 
 
 @pytree
@@ -137,10 +172,10 @@ class PagedKV:
         return self._logical(self.k, self.k_token_scale), self._logical(self.v, self.v_token_scale)
 
     def _logical(self, pool, token_scale):
-        x = quant.decode(pool, self.spec.dtype)
+        x = quant.decode(by_token(pool, self.spec), self.spec.dtype)
         if token_scale is not None:
             x = x * token_scale[..., None]
-        return jnp.swapaxes(x, 1, 2) if self.spec.physical_layout == "HND" else x
+        return jnp.swapaxes(x, 1, 2) if self.spec.heads_first else x
 
     @classmethod
     @takes(spec=kind(KVCacheSpec))
@@ -157,14 +192,21 @@ class PagedKV:
         scales = (None, None) if params is None else (params.k_scale, params.v_scale)
         k, k_token = encode_rows(jnp.asarray(k), spec, empty.k.dtype, scales[0])
         v, v_token = encode_rows(jnp.asarray(v), spec, empty.v.dtype, scales[1])
-        order = (lambda x: x) if spec.physical_layout == "NHD" else (lambda x: jnp.swapaxes(x, 1, 2))
+        order = (lambda x: jnp.swapaxes(x, 1, 2)) if spec.heads_first else (lambda x: x)
         return cls(
-            k=order(k),
-            v=order(v),
+            k=order(k).reshape(spec.shape),
+            v=order(v).reshape(spec.v_shape),
             k_token_scale=None if k_token is None else order(k_token),
             v_token_scale=None if v_token is None else order(v_token),
             spec=spec,
         )
+
+
+def by_token(pages: jax.Array, spec: KVCacheSpec) -> jax.Array:
+    """Blocks of a pool, or of token scales, with a row for each token: [N K S ..], or [N S K ..] in the layout NHD."""
+    if spec.physical_layout != "HND128" or pages.ndim == 3:
+        return pages
+    return pages.reshape(pages.shape[0], spec.num_kv_heads, spec.block_size, -1)
 
 
 def check_alive(cache: PagedKV, name: str = "cache") -> PagedKV:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jattn.cache.layout import KVCacheSpec, PagedKV, check_alive, check_scales, encode_rows
+from jattn.cache.layout import KVCacheSpec, PagedKV, by_token, check_alive, check_scales, encode_rows
 from jattn.errors.arguments import as_array, integers
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 from jattn.types import AnyArray
@@ -29,7 +29,7 @@ def write_kv(
 def write_by_head(
     cache: PagedKV, k: jax.Array, v: jax.Array, slot_mapping: AnyArray, params: AttentionParams | None = None
 ) -> PagedKV:
-    """The same for a cache of the layout HND, which XLA then keeps as it is on a TPU.
+    """The same for a cache of the layout HND or HND128, which XLA then keeps as it is on a TPU.
 
     XLA lays an operand out for its scatter, with the scattered axes first. If a token's heads are written together that
     is not HND, and XLA copied every pool to HND for the kernel, in each layer and step.
@@ -57,18 +57,30 @@ def _written(put: Callable, cache: PagedKV, k, v, slot_mapping, params) -> Paged
 
 def _put(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
     block, offset = split_slot(slots, spec.num_blocks, spec.block_size)
-    at = (block, slice(None), offset) if spec.physical_layout == "HND" else (block, offset)
-    return pool.at[at].set(rows, mode="drop")
+    at = (block, slice(None), offset) if spec.heads_first else (block, offset)
+    return by_token(pool, spec).at[at].set(rows, mode="drop").reshape(pool.shape)
 
 
 def _put_by_head(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
-    """As `_put` into an HND pool, which is taken for one list of rows [N * K * S ..]."""
-    assert spec.physical_layout == "HND"
+    """As `_put`, into a pool that is taken for one list of rows: [N * K * S ..], of HND128 [N * K * S*D/128, 128]."""
+    assert spec.heads_first
     block, offset = split_slot(slots, spec.num_blocks, spec.block_size)  # block N is past the end of the list, too
     heads = jnp.arange(spec.num_kv_heads)[None]
     at = (block[:, None] * spec.num_kv_heads + heads) * spec.block_size + offset[:, None]
     as_list = pool.reshape(-1, *pool.shape[3:])
+    if pool.ndim == 4 and spec.physical_layout == "HND128":
+        return _put_in_lanes(as_list, rows.reshape(-1, rows.shape[-1]), at.reshape(-1)).reshape(pool.shape)
     return as_list.at[at.reshape(-1)].set(rows.reshape(-1, *rows.shape[2:]), mode="drop").reshape(pool.shape)
+
+
+def _put_in_lanes(as_list: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Array:
+    """as_list [rows, 128] with rows [T D] at places i32[T] of the list [.., D] that has the same numbers in order."""
+    beside = as_list.shape[1] // rows.shape[1]
+    place = jnp.stack([at // beside, at % beside * rows.shape[1]], axis=1)
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
+    )
+    return jax.lax.scatter(as_list, place, rows, numbers, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
 
 
 def write_backward(saved, cotangent):

@@ -46,7 +46,7 @@ def add(commands) -> None:
     cache.add_argument("--num-blocks", type=int, default=1024, metavar="N", help="blocks of the pool (default: 1024)")
     cache.add_argument("--block-size", type=int, default=16, metavar="S", help="tokens of a block (default: 16)")
     cache.add_argument("--dtype", default="bfloat16", help="of stored keys and values (default: bfloat16)")
-    cache.add_argument("--layout", default="auto", help="NHD, HND or auto")
+    cache.add_argument("--layout", default="auto", help="NHD, HND, HND128 or auto")
     cache.add_argument("--quant", default="none", help="none, per_tensor, per_head or per_token_head")
     parser.add_argument("--platform", help="cpu, gpu or tpu (default: the one that JAX finds)")
     parser.set_defaults(run=lambda args: _explain(parser, args))

@@ -134,6 +134,7 @@ def _num_tokens(tree: PackedTree) -> int:
 @functools.partial(
     PlatformJit,
     num_tokens=lambda model, params, caches, before, packed: _num_tokens(packed.tree),
+    is_on_mesh=lambda model, *_: model.model_mesh is not None and model.model_mesh.mesh.size > 1,
     static_argnames="model",
     donate_argnames="caches",
 )

@@ -101,9 +101,7 @@ class Engine:
         self.limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len, max_burst, waiting_burst)
         place = None if model_mesh is None else model_mesh.over_data(0)
         self.config, self.tokenizer, self.chat_template = config, tokenizer, chat_template
-        make_caches = functools.partial(config.make_caches, pools, block_size, **storage)
-        if model_mesh is not None:
-            make_caches = functools.partial(model_mesh.empty_caches, config.cache_specs(pools, block_size, **storage))
+        make_caches = sizing.cache_maker(config, pools, block_size, storage, model_mesh, backend)
         caches = make_caches()
         model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
         rule = None

@@ -4,6 +4,7 @@ import bisect
 import dataclasses
 import functools
 import os
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jattn.cache.layout import QUANT_MODES
+from jattn.cache.layout import QUANT_MODES, KVCacheSpec, empty_cache, filled_lanes
+from jattn.device import detect
 from jattn.engine.tables import max_blocks_of_group
 from jattn.errors import CacheFullError
 from jattn.ops.quantised import is_quantised
@@ -24,6 +26,9 @@ CPU_SHARE = 0.25
 
 DEVICE_SHARE = 0.9
 """Share of a device's free memory for the cache; compiled programs need the rest."""
+
+LANE_BACKENDS = ("auto", "pallas_tpu", "pallas_tpu_invariant", "sdpa")
+"""Those that read a cache of the layout HND128."""
 
 DEFAULT_MODEL_LEN = 4096
 """The longest sequence if neither the model nor the user limits it."""
@@ -94,6 +99,27 @@ def storage_of(dtype: str, quant: str | None) -> dict[str, str]:
     if quant not in (None, *QUANT_MODES[1:]):
         raise ValueError(f"cache_quant={quant!r} must be one of {', '.join(QUANT_MODES[1:])}")
     return dict(dtype=dtype, quant=quant or "per_token_head")
+
+
+def cache_maker(
+    config: Any, num_blocks: Any, block_size: int, storage: dict[str, str], model_mesh: Any, backend: str
+) -> Callable[[], Any]:
+    """A function that makes the empty caches of an engine: on a TPU, narrow heads have the layout HND128."""
+    fills = detect().platform == "tpu" and backend in LANE_BACKENDS
+    if model_mesh is None and not fills:
+        return functools.partial(config.make_caches, num_blocks, block_size, **storage)
+    specs = config.cache_specs(num_blocks, block_size, **storage)
+    if fills:
+        specs = lane_specs(specs, model_mesh)
+    if model_mesh is not None:
+        return functools.partial(model_mesh.empty_caches, specs)
+    return lambda: tuple(empty_cache(spec) for spec in specs)
+
+
+def lane_specs(specs: Iterable[KVCacheSpec], model_mesh: Any) -> tuple[KVCacheSpec, ...]:
+    """Each spec with filled_lanes, if each rank's part has the layout, too."""
+    part = (lambda spec: spec) if model_mesh is None else model_mesh.rank_cache_spec
+    return tuple(filled_lanes(spec) if filled_lanes(part(spec)) != part(spec) else spec for spec in specs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,15 +28,30 @@ CUDA_OPTIONS_MANY_TOKENS = {
 are smaller than this. It gives a merged product of many tokens to cuBLAS and concatenates the weights in every step, so
 the limit leaves only small ones (q, k and v) merged."""
 
+CUDA_OPTIONS_ON_MESH: dict[str, Any] = {}
+"""For dispatches on several devices."""
+
+CUDA_OPTIONS_MANY_TOKENS_ON_MESH = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+}
+"""The same with more than FEW_TOKENS: one half of the tokens is computed during the all-reduces of the other, which
+must then stay apart (jattn.models.halves)."""
+
 FEW_TOKENS = 64
 
 
 @functools.cache
-def options_of(platform: str, few: bool) -> dict[str, Any]:
-    """The options of a dispatch of at most FEW_TOKENS, or of more, on a platform as jax.default_backend names it."""
+def options_of(platform: str, few: bool, on_mesh: bool = False) -> dict[str, Any]:
+    """The options of a dispatch of at most FEW_TOKENS, or of more, on a platform as jax.default_backend names it.
+
+    on_mesh: of a dispatch on several devices.
+    """
     if platform != "gpu":
         return {}
     wanted = CUDA_OPTIONS if few else CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS
+    if on_mesh:
+        wanted = wanted | CUDA_OPTIONS_ON_MESH | ({} if few else CUDA_OPTIONS_MANY_TOKENS_ON_MESH)
     return {name: value for name, value in wanted.items() if _is_known(name, value)}
 
 
@@ -54,31 +69,34 @@ class PlatformJit:
     """jax.jit of a function, with the options of the platform. They are chosen at the first call, because asking for
     the platform starts JAX.
 
-    num_tokens(*args): T of a call.
+    num_tokens(*args): T of a call. is_on_mesh(*args): does it run on several devices?
     """
 
-    def __init__(self, function: Callable, num_tokens: Callable[..., int], **options):
+    def __init__(
+        self,
+        function: Callable,
+        num_tokens: Callable[..., int],
+        is_on_mesh: Callable[..., bool] = lambda *_: False,
+        **options,
+    ):
         functools.update_wrapper(self, function)
-        self.function, self._num_tokens, self._options = function, num_tokens, options
-
-    @functools.cached_property
-    def _jitted(self) -> dict[bool, Any]:
-        """The jitted function for few tokens (True) and for many; one function where the options are the same."""
-        platform = jax.default_backend()
-        few, many = (options_of(platform, few) for few in (True, False))
-        jit = lambda chosen: jax.jit(self.function, compiler_options=chosen or None, **self._options)
-        one = jit(few)
-        return {True: one, False: one if few == many else jit(many)}
+        self.function, self._options = function, options
+        self._num_tokens, self._is_on_mesh = num_tokens, is_on_mesh
+        self._jitted: dict[tuple, Any] = {}  # by options: one function where they are the same
 
     def _of(self, args: tuple) -> Any:
-        return self._jitted[self._num_tokens(*args) <= FEW_TOKENS]
+        chosen = self.options(*args)
+        key = tuple(chosen.items())
+        if key not in self._jitted:
+            self._jitted[key] = jax.jit(self.function, compiler_options=chosen or None, **self._options)
+        return self._jitted[key]
 
     def __call__(self, *args):
         return self._of(args)(*args)
 
     def options(self, *args) -> dict[str, Any]:
         """The options of XLA for these arguments."""
-        return options_of(jax.default_backend(), self._num_tokens(*args) <= FEW_TOKENS)
+        return options_of(jax.default_backend(), self._num_tokens(*args) <= FEW_TOKENS, self._is_on_mesh(*args))
 
     def lower(self, *args):
         """As that of a jitted function. A later call with arguments of these shapes finds the compiled program."""

@@ -13,7 +13,7 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
-from jattn.models import layer_tail
+from jattn.models import halves, layer_tail
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.layers import (
     Stream,
@@ -28,10 +28,11 @@ from jattn.models.layers import (
 )
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import residual
+from jattn.models.sharded_attention import ShardedAttention
 from jattn.models.without_cache import encode
 from jattn.nn import Angles, LatentConfig, Rope
 from jattn.nn.apply import angles_of
-from jattn.nn.attention_layer import project_and_attend
+from jattn.nn.attention_layer import multiply, project_and_attend
 from jattn.nn.latent_layer import project_and_attend_latent
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
@@ -78,15 +79,18 @@ def _forward(
     x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
-    tails = layer_tail.configs_of(config, params, x) if model_mesh is None else None
-    if tails is None:
+    tails = layer_tail.configs_of(config, params, x, model_mesh)
+    if tails is None and halves.serves(config, model_mesh, x.shape[0]):
+        assert model_mesh is not None
+        caches, x = halves.forward(config, params, x, caches, step, model_mesh)
+    elif tails is None:
         caches, stream = _each_layer(config, params, stream, inputs, caches, step, model_mesh, positions, encoded)
         x = last_x(config, params, stream)
     else:
         attend = lambda i: (
             step.attns[i], caches[i], step.plan(i), positions, step.angles(config.layers[i].rope)
         )  # fmt: skip
-        caches, x = layer_tail.forward(config, params, x, tails, attend)
+        caches, x = layer_tail.forward(config, params, x, tails, attend, model_mesh)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
     return tuple(caches), head(config, params, last_hidden(config, params, x))
@@ -128,7 +132,8 @@ def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cach
             latent = lambda q, kv_c, k_pe, params: attn(q, kv_c, k_pe, cache, plan, params)
             return project_and_attend_latent(config, weights["attn"], y, latent, **at)
         attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
-        return project_and_attend(config, weights["attn"], y, attend, **at)
+        by = attn.multiply if isinstance(attn, ShardedAttention) else multiply
+        return project_and_attend(config, weights["attn"], y, attend, multiply=by, **at)
 
     read = layer_reads(layer, weights, stream)
     cache, x = attention_sublayer(layer, weights, read[1], attention)

@@ -283,33 +283,38 @@ def compressed_tensors(c: ConfigReader) -> Scheme:
         if c.get(key):
             raise UnsupportedError(f"{c.where}: {key}={short(c.get(key))} is not supported")
     c.ignore("ignore", "version", "global_compression_ratio")
-    if (kind, bits, layout) == ("int", 4, "pack-quantized"):
+    if strategy in ("channel", "group") and kind == "int" and bits in (4, 8) and layout == "pack-quantized":
         zero, shape = "weight_zero_point", "weight_shape"
         of_packed = lambda inputs, scales, shape, zeros: Groups(scales.shape[1], scales.dtype, zeros is not None)
-        return Scheme("int4", ("weight_packed", "weight_scale", shape), _ct_packed, of_packed, (zero,))
+        decode, format = functools.partial(_ct_packed, bits), "int4" if bits == 4 else "int8"
+        return Scheme(format, ("weight_packed", "weight_scale", shape), decode, of_packed, (zero,))
     if strategy != "block" and (kind, bits) in (("int", 8), ("float", 8)) and layout in CT_LAYOUTS:
         decode = functools.partial(_ct_plain, kind == "int")
         format, needed = "int8" if kind == "int" else "fp8", ("weight", "weight_scale")
         return Scheme(format, needed, decode, _ct_plain_groups, ("weight_zero_point",))
     seen = f"format={short(layout)} with {kind} weights of {bits} bits by {strategy}"
-    raise UnsupportedError(f"{c.where}: {seen} is not supported; 4-bit pack-quantized and 8-bit weights are")
+    raise UnsupportedError(f"{c.where}: {seen} is not supported; pack-quantized of 4 or 8 bits and 8-bit weights are")
 
 
 CT_LAYOUTS = ("int-quantized", "float-quantized", "naive-quantized")
 
 
-def _ct_packed(words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None) -> Decoded:
+def _ct_packed(
+    bits: int, words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None
+) -> Decoded:
     """Codes of consecutive inputs in a word, and zero points of consecutive outputs."""
     if not np.issubdtype(shape.dtype, np.integer):
         raise ValueError(f"weight_shape has dtype {shape.dtype}, which must be int64")
     outputs, inputs = (int(n) for n in shape)
-    if words.shape != (outputs, math.ceil(inputs / PACKED)):
+    if words.ndim != 2 or len(words) != outputs or words.shape[1] != math.ceil(inputs * bits / 32):
         raise ValueError(f"packed codes {words.shape} do not fit weight_shape {shape.tolist()}")
-    codes = _nibbles(words).reshape(len(words), -1)[:, :inputs]
+    codes = _of_words(bits, words).reshape(outputs, -1)[:, :inputs]
+    codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
     if zeros is not None:
-        if zeros.ndim != 2 or len(zeros) != math.ceil(outputs / PACKED):
+        if zeros.ndim != 2 or len(zeros) != math.ceil(outputs * bits / 32):
             raise ValueError(f"packed zero points {zeros.shape} do not fit weight_shape {shape.tolist()}")
-        zeros = _nibbles(zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs].astype(np.int8) - 8
+        zeros = _of_words(bits, zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs]
+        zeros = zeros.astype(np.int8) - 8 if bits == 4 else (zeros ^ 128).view(np.int8)
     return Decoded(codes, scales, zeros)
 
 

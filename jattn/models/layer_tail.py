@@ -1,34 +1,63 @@
 """Which layers of a model `jattn.nn.layer_tail` serves, and a step of few tokens through them."""
 
 import functools
+import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 
+from jattn import device
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP, activation
+from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import ResidualNorms
+from jattn.models.sharded_attention import REPLICATED
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
-from jattn.nn.attention_layer import attend_projected, heads_of_rows, projections
+from jattn.nn.attention_layer import attend_projected, by_heads, projections, rows_apart
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
-from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import MAX_RANKS, MAX_ROWS, LayerTailConfig
 
 
-def configs_of(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> list[LayerTailConfig] | None:
+def configs_of(
+    config: ModelConfig, params: dict[str, Any], x: jax.Array, model_mesh: ModelMesh | None = None
+) -> list[LayerTailConfig] | None:
     """The launch of each layer's tail for hidden states x [T, hidden]; None if one of them cannot be served."""
     if x.shape[0] > MAX_ROWS or not all(_is_plain(layer) for layer in config.layers):
+        return None
+    if model_mesh is not None and not _have_one_memory(model_mesh):
         return None
     if any(is_quantised(leaf) for leaf in jax.tree.leaves(params["layers"], is_leaf=is_quantised)):
         return None
     configs = []
     for i in range(len(config.layers)):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i)))
+        ranks = {} if model_mesh is None else dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i), **ranks))
     return None if None in configs else configs
+
+
+def _have_one_memory(model_mesh: ModelMesh) -> bool:
+    """Can a launch write to the memory of all ranks? Those of context ranks have not been tried."""
+    if model_mesh.data_ranks > 1 or model_mesh.context_ranks > 1 or not isinstance(model_mesh.mesh, Mesh):
+        return False
+    return model_mesh.size <= MAX_RANKS and device.are_peers(model_mesh.devices)
+
+
+def _kv_ranks(config: ModelConfig, model_mesh: ModelMesh, i: int) -> int:
+    """The number of parts of k and v in the layer after layer i."""
+    axes = _next_kv_axes(config, model_mesh, i)
+    return math.prod(model_mesh.mesh.shape[name] for name in axes)
+
+
+def _next_kv_axes(config: ModelConfig, model_mesh: ModelMesh, i: int) -> tuple[str, ...]:
+    following = config.layers[min(i + 1, len(config.layers) - 1)]
+    return model_mesh.kv_axes(following.attention.num_kv_heads)
 
 
 def _is_plain(layer: LayerConfig) -> bool:
@@ -71,29 +100,54 @@ def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -
 
 
 def forward(
-    config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable
-):
+    config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable,
+    model_mesh: ModelMesh | None = None,
+):  # fmt: skip
     """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
     layers, weights, caches = config.layers, params["layers"], []
     first = layers[0]
-    rows = _first_rows(first, weights[0], x)
+    rows: Any = _first_rows(first, weights[0], x)
+    rows = rows if model_mesh is not None else jnp.concatenate(rows, axis=1)
     counters = op.new_counters()
     for i, layer in enumerate(layers):
         attn, *args = attend(i)
         cache, a = _attention(layer, attn, weights[i]["attn"], rows, *args)
         caches.append(cache)
         kernels, scales = _weights_of(weights, layers, i)
-        after: Any = op.layer_tail(_norms(layers, i), configs[i], a, x, kernels, scales, counters)
+        launch = functools.partial(op.layer_tail, _norms(layers, i), configs[i])
+        if model_mesh is not None:
+            launch = _on_ranks(launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i])
+        after: Any = launch(a, x, kernels, scales, counters)
         x, rows, counters = after
     return caches, x
 
 
-def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> jax.Array:
-    """The projections of the first layer, [T, width]."""
+def _on_ranks(launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...], config: LayerTailConfig) -> Callable:
+    """The launch on each rank, with global arrays; it returns q, k and v of the next layer apart."""
+    columns, inputs, kv_columns = (PartitionSpec(None, model_mesh.axes), PartitionSpec(model_mesh.axes),
+                                   PartitionSpec(None, kv_axes))  # fmt: skip
+    *_, last = config.products
+    has_next = len(config.products) == 4
+    following = (columns, kv_columns, kv_columns) if has_next else ()
+    places = ((inputs,), (columns, columns), (inputs,), *((following,) if has_next else ()))
+
+    def on_rank(a, x, kernels, scales, counters):
+        x, rows, counters = launch(a, x, kernels, scales, counters)
+        edges = list(itertools.accumulate(last.widths))[:-1]
+        return x, tuple(jnp.split(rows, edges, axis=1)) if has_next else (), counters
+
+    return jax.shard_map(
+        on_rank, mesh=model_mesh.inner_mesh, in_specs=(columns, REPLICATED, places, REPLICATED, REPLICATED),
+        out_specs=(REPLICATED, following, REPLICATED), axis_names=set(model_mesh.axes), check_vma=False,
+    )  # fmt: skip
+
+
+def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> tuple[jax.Array, ...]:
+    """The projections of the first layer, [T, width] each."""
     assert layer.attn_norms.before is not None
     y = layer.attn_norms.before(weights["attn_norm"], x)
     kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_config(layer))]
-    return jnp.concatenate(products(y, kernels, dtype=y.dtype), axis=1)
+    return products(y, kernels, dtype=y.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # layers with equal configs share one trace
@@ -101,7 +155,8 @@ def _attention(layer: LayerConfig, attn: Any, weights, rows, cache, plan, positi
     config = _attention_config(layer)
     attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     at = dict(positions=positions, angles=angles)
-    return attend_projected(config, weights, heads_of_rows(config, rows), rows.dtype, attend, **at)
+    rows = rows if isinstance(rows, tuple) else rows_apart(config, rows)
+    return attend_projected(config, weights, by_heads(config, rows), rows[0].dtype, attend, **at)
 
 
 def _attention_config(layer: LayerConfig) -> AttentionConfig:

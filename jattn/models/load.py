@@ -180,7 +180,17 @@ def family_of(values: dict[str, Any]) -> Family:
     return FAMILIES[name]
 
 
+def _refuse_gguf(folder: Path) -> None:
+    files = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
+    if files and not any(folder.glob("*.safetensors")):
+        raise UnsupportedError(
+            f"{files[0]}: GGUF is not supported; pass the model's folder of config.json and *.safetensors, with "
+            "quantization= to keep its weights in 4 or 8 bits"
+        )
+
+
 def _config_and_family(folder: Path) -> tuple[ModelConfig, Family, dict[str, Any]]:
+    _refuse_gguf(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
             f"{folder} is not a folder; pass one with config.json and *.safetensors (models are not downloaded)"

@@ -60,15 +60,17 @@ class MLP:
 
     def __call__(self, weights: dict, x: jax.Array) -> jax.Array:
         """x [T, hidden] -> [T, hidden]."""
+        return linear(weights["down"], self.inner(weights, x))
+
+    def inner(self, weights: dict, x: jax.Array) -> jax.Array:
+        """x [T, hidden] -> what `down` multiplies, [T, width]."""
         act = activation(self.activation)
         if not self.gated:
-            y = act(linear(weights["up"], x))
-        elif act is jax.nn.silu and not self.bias and not self.sparsity:
-            y = silu_product(x, weights["gate"]["kernel"], weights["up"]["kernel"])
-        else:
-            gate, up = linears((weights["gate"], weights["up"]), x)
-            y = act(_sparse(gate, self.sparsity) if self.sparsity else gate) * up
-        return linear(weights["down"], y)
+            return act(linear(weights["up"], x))
+        if act is jax.nn.silu and not self.bias and not self.sparsity:
+            return silu_product(x, weights["gate"]["kernel"], weights["up"]["kernel"])
+        gate, up = linears((weights["gate"], weights["up"]), x)
+        return act(_sparse(gate, self.sparsity) if self.sparsity else gate) * up
 
 
 def _sparse(gate: jax.Array, sparsity: float) -> jax.Array:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
@@ -21,7 +22,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.mesh_axes import CONTEXT
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.models.sharded_attention import REPLICATED, ShardedAttention, ShardedLatentAttention
+from jattn.models.sharded_attention import REPLICATED, ShardedAttention, ShardedLatentAttention, sharded_mlp
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
@@ -184,7 +185,11 @@ class ModelMesh:
     def parallel(self) -> ContextParallel:
         """The part of the mesh that attention itself must know."""
         ranks = self.context_ranks
-        return ContextParallel() if ranks == 1 else ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks)
+        if ranks == 1:
+            return ContextParallel()
+        is_whole = isinstance(self.mesh, Mesh) and self.mesh.size == ranks
+        are_peers = is_whole and device.are_peers(self.devices)
+        return ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks, are_peers=are_peers)
 
     # ------------------------------------------------------------------ caches
     def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:
@@ -193,7 +198,7 @@ class ModelMesh:
         if self.context_ranks == 1:
             return REPLICATED if heads is None else head_partition(cache_spec, heads)
         by_name = dict(N=None, H=heads, S=CONTEXT)
-        axes = "NHS" if cache_spec.physical_layout == "HND" else "NSH"
+        axes = "NHS" if cache_spec.heads_first else "NSH"
         return PartitionSpec(*(by_name[axis] for axis in axes))
 
     @property
@@ -271,7 +276,7 @@ class ModelMesh:
         share experts gather their tokens first, and then a reduce-scatter gives each the results of its own tokens.
         """
         if isinstance(mlp, MLP):
-            return mlp
+            return functools.partial(sharded_mlp, self.inner_mesh, mlp)
         count = mlp.num_experts // math.prod(self.mesh.shape[name] for name in self.expert_axes)  # of one rank
 
         def body(weights: dict, *rows: jax.Array) -> jax.Array:

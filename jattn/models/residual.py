@@ -48,6 +48,11 @@ def residual(
     base: y is added to it; None: to x.
     """
     cache, y = sublayer(normed(norms.before, weights, f"{name}_norm", x))
+    return cache, plus(norms, name, weights, x if base is None else base, y)
+
+
+def plus(norms: ResidualNorms, name: str, weights: dict[str, Any], x: jax.Array, y: jax.Array) -> jax.Array:
+    """of_sum(x + factor * after(y))"""
     y = normed(norms.after, weights, f"{name}_norm_after", y)
     y = y if norms.factor == 1.0 else y * jnp.asarray(norms.factor, y.dtype)
-    return cache, normed(norms.of_sum, weights, f"{name}_norm_sum", (x if base is None else base) + y)
+    return normed(norms.of_sum, weights, f"{name}_norm_sum", x + y)

@@ -150,6 +150,15 @@ def _per_head(weight: WeightSpec, heads: int, axis: str) -> WeightSpec:
     return dataclasses.replace(weight, shape=(heads, *weight.shape), axes=(axis, *weight.axes))
 
 
+Multiply = Callable[[dict, tuple[str, ...], jax.Array], tuple[jax.Array, ...]]
+"""(weights of a layer, names, x) -> `linears` of the weights of these names."""
+
+
+def multiply(weights: dict, names: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+    """The Multiply of one device."""
+    return linears([weights[name] for name in names], x)
+
+
 def linear(weights: dict, x: jax.Array) -> jax.Array:
     """x [T, in] @ kernel [in, out] (+ bias), rounded once to the dtype of x."""
     return linears((weights,), x)[0]
@@ -172,15 +181,16 @@ def project_and_attend(
     positions: jax.Array | None = None,
     angles: Angles | None = None,
     keys_from: jax.Array | None = None,
+    multiply: Multiply = multiply,
 ) -> tuple:
     """x [T, hidden] -> (cache, [T, hidden]): q, k, v of x, `attend`, and the output projection.
 
     attend(q, k, v, params, angles) -> (cache, AttentionState) rotates q and k unless angles is None, and decides where
     keys and values are kept. keys_from: the encoder's tokens of a cross layer, None once they are cached.
     """
-    rows = project(config, weights, x, keys_from)
+    rows = project(config, weights, x, keys_from, multiply)
     cache, out = attend_projected(config, weights, rows, x.dtype, attend, positions=positions, angles=angles)
-    return cache, linear(weights["o"], out)
+    return cache, multiply(weights, ("o",), out)[0]
 
 
 def attend_projected(
@@ -208,15 +218,18 @@ def temperature_tuned(q: jax.Array, positions: jax.Array, tuning: tuple[float, f
     return (q * factor[:, None, None]).astype(q.dtype)
 
 
-def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax.Array | None = None) -> tuple:
+def project(
+    config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax.Array | None = None,
+    multiply: Multiply = multiply,
+) -> tuple:  # fmt: skip
     """(q [T H D], k [Tk K D], v [Tk K V]).
 
     k and v are None in a cross layer without new encoder tokens, and in a layer with shares_kv.
     """
     if config.fused_qkv:
-        return heads_of_rows(config, linear(weights["qkv"], x))
-    own = "q" if config.is_cross else projections(config)  # projections of x itself
-    rows: dict = dict(zip(own, linears([weights[name] for name in own], x), strict=True))
+        return by_heads(config, rows_apart(config, linear(weights["qkv"], x)))
+    own = ("q",) if config.is_cross else projections(config)  # projections of x itself
+    rows: dict = dict(zip(own, multiply(weights, own, x), strict=True))
     if config.shares_kv:
         rows |= dict.fromkeys("kv")
     if config.k_is_v:
@@ -224,25 +237,26 @@ def project(config: AttentionConfig, weights: dict, x: jax.Array, keys_from: jax
     if config.is_cross:
         keys = (None, None) if keys_from is None else linears([weights[name] for name in "kv"], keys_from)
         rows |= zip("kv", keys, strict=True)
-    return _by_heads(config, rows)
+    return by_heads(config, tuple(rows[name] for name in "qkv"))
 
 
 def projections(config: AttentionConfig) -> tuple[str, ...]:
-    """The names of the weights whose outputs, side by side, are the rows of `heads_of_rows`."""
+    """The names of the weights whose outputs, side by side, are the rows of `rows_apart`."""
     if config.fused_qkv:
         return ("qkv",)
     return ("q",) if config.shares_kv else ("q", "k") if config.k_is_v else ("q", "k", "v")
 
 
-def heads_of_rows(config: AttentionConfig, rows: jax.Array) -> tuple:
-    """Rows [T, width of q, k and v] -> (q [T H D], k [T K D], v [T K V])."""
+def rows_apart(config: AttentionConfig, rows: jax.Array) -> tuple:
+    """Rows [T, width of q, k and v] -> those of q, of k, and of v."""
     edges = (config.widths["q"], config.widths["q"] + config.widths["k"])
-    return _by_heads(config, dict(zip("qkv", jnp.split(rows, edges, axis=-1), strict=True)))
+    return tuple(jnp.split(rows, edges, axis=-1))
 
 
-def _by_heads(config: AttentionConfig, rows: dict) -> tuple:
-    heads = dict(q=config.spec.num_heads, k=config.spec.num_kv_heads, v=config.spec.num_kv_heads)
-    return tuple(None if y is None else y.reshape(y.shape[0], heads[n], -1) for n, y in rows.items())
+def by_heads(config: AttentionConfig, rows: tuple) -> tuple:
+    """The rows [T, width] of q, k and v -> (q [T H D], k [T K D], v [T K V]); None stays None."""
+    heads = (config.spec.num_heads, config.spec.num_kv_heads, config.spec.num_kv_heads)
+    return tuple(None if y is None else y.reshape(y.shape[0], n, -1) for y, n in zip(rows, heads, strict=True))
 
 
 def params_of(config: AttentionConfig, weights: dict) -> AttentionParams:

@@ -40,18 +40,25 @@ def config_of(
     weights: tuple[tuple[jax.Array, ...], ...],
     scales: tuple[jax.Array, ...],
     norms: TailNorms,
+    ranks: int = 1,
+    kv_ranks: int = 1,
 ) -> LayerTailConfig | None:
-    """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them."""
+    """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them.
+
+    ranks: devices that share the weights, of k and v `kv_ranks`. With several, it is a launch in shard_map on each.
+    """
     processors = device.processors()
-    if device.detect().generation != "sm_90" or processors is None or is_partitioned():
+    if device.detect().generation != "sm_90" or processors is None or (is_partitioned() and ranks == 1):
         return None
     arrays = (*(w for group in weights for w in group), *scales)
     if {dtype, *(y.dtype for y in arrays)} != {jnp.dtype(jnp.bfloat16)}:
         return None
     (o,), (gate, _), _, *rest = weights
-    pair, next_widths = (norms.mlp, norms.next), tuple(w.shape[1] for w in rest[0]) if rest else ()
+    pair, following = (norms.mlp, norms.next), rest[0] if rest else ()
+    sharing = (ranks, *(kv_ranks,) * (len(following) - 1))
     return choose(
-        tokens, o.shape[1], o.shape[0], gate.shape[1], next_widths, processors,
+        tokens, o.shape[1], o.shape[0] // ranks, gate.shape[1] // ranks,
+        tuple(w.shape[1] // count for w, count in zip(following, sharing, strict=False)), processors, ranks=ranks,
         eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jattn.cache.layout import PagedKV
+from jattn.cache.layout import PagedKV, by_token
 from jattn.types import AnyArray, pytree, static
 from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.paging import cdiv, gather_pages
@@ -115,7 +115,8 @@ class PagedKeys:
         self, pool: jax.Array, pages: jax.Array, decode: Callable[[jax.Array, str], jax.Array] = quant.decode
     ) -> jax.Array:
         """[P K S *] the decoded values of these pages."""
-        return self._kv_heads_first(decode(gather_pages(pool, pages), self.cache.spec.dtype))
+        spec = self.cache.spec
+        return self._kv_heads_first(decode(by_token(gather_pages(pool, pages), spec), spec.dtype))
 
     def take_scales(self, pool: jax.Array | None, pages: jax.Array) -> jax.Array | None:
         """f32[P K S] token scales of these pages."""
@@ -132,7 +133,7 @@ class PagedKeys:
         )
 
     def _kv_heads_first(self, pages: jax.Array) -> jax.Array:
-        return pages if self.cache.spec.physical_layout == "HND" else jnp.swapaxes(pages, 1, 2)
+        return pages if self.cache.spec.heads_first else jnp.swapaxes(pages, 1, 2)
 
 
 @pytree

@@ -10,6 +10,8 @@ from jattn import device
 from pallas_kernels.gpu import many_rows_sm90 as kernels
 from pallas_kernels.gpu.many_rows_config import ManyRowsConfig, choose
 
+WAVES_ON_MESH = 4
+
 
 def config_of(x: Any, weights: Sequence[Any], *, together: bool = False) -> ManyRowsConfig | None:
     """The launch for x and two or more weights; None if the kernels do not serve them. together: for `gated`."""
@@ -18,7 +20,12 @@ def config_of(x: Any, weights: Sequence[Any], *, together: bool = False) -> Many
         return None
     if not all(isinstance(y, jax.Array) and y.ndim == 2 and y.dtype == jnp.bfloat16 for y in (x, *weights)):
         return None
-    return choose(x.shape[0], x.shape[1], [w.shape[1] for w in weights], processors, together=together)
+    mesh = jax.sharding.get_abstract_mesh()
+    is_one_of_many = any(mesh.shape[axis] > 1 for axis in mesh.manual_axes)  # then beside all-reduces
+    widths = [w.shape[1] for w in weights]
+    return choose(
+        x.shape[0], x.shape[1], widths, processors, together=together, waves=WAVES_ON_MESH if is_one_of_many else 1
+    )
 
 
 # ---------------------------------------------------------------------- silu(x gate) * (x up)

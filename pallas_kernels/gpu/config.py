@@ -65,6 +65,11 @@ class GpuKernelConfig:
         return self.num_heads // self.num_kv_heads
 
     @property
+    def lean(self) -> bool:
+        """Whether numbers that depend on the lane are computed where they are used, and kept in no register."""
+        return False
+
+    @property
     def result_dtype(self) -> str:
         """Of the output."""
         return self.out_dtype or self.dtype

@@ -12,6 +12,7 @@ class WarpChip:
     processors: int  # multiprocessors of the largest product; the kernel is right with any other number
     smem: int  # bytes of shared memory of a multiprocessor
     smem_cta: int  # bytes that one CTA may use
+    columns: int = 128  # the widest output for which two halves of a tile have registers enough, as compiled
 
 
 CHIPS = {
@@ -19,10 +20,10 @@ CHIPS = {
     "sm_86": WarpChip(84, 100 << 10, 99 << 10),  # RTX 3090, A10, A40
     "sm_89": WarpChip(128, 100 << 10, 99 << 10),  # RTX 4090, L4, L40S
     "sm_90": WarpChip(132, 228 << 10, 227 << 10),  # H100, to check and time the kernel on a Hopper card
-    "sm_100": WarpChip(148, 228 << 10, 227 << 10),  # B200
+    "sm_100": WarpChip(148, 228 << 10, 227 << 10, columns=96),  # B200
     "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
 }
-SMEM_FIXED = 512  # bytes: row statistics, the numbers of the piece
+SMEM_FIXED = 1024  # bytes: row statistics, the numbers of the piece, the pool's rows of two blocks
 SMEM_RESERVED = 1024  # bytes of shared memory that CUDA keeps for each CTA
 FP8_CONVERSIONS = 89  # the first compute capability that converts float8 in one instruction
 
@@ -41,6 +42,10 @@ class WarpKernelConfig(GpuKernelConfig):
     @property
     def converts_fp8(self) -> bool:
         return int(self.chip[3:]) >= FP8_CONVERSIONS
+
+    @property
+    def lean(self) -> bool:
+        return True
 
     @property
     def least_stages(self) -> int:

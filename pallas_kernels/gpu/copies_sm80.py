@@ -1,8 +1,9 @@
 """Copies of pages to shared memory by cp.async, and the waits for them: no TMA, no mbarrier.
 
 Of every block of keys, warp w of the CTA's four copies keys w * block / 4 .. (w + 1) * block / 4 - 1. The lanes of the
-warp hold the pool's rows of its keys, one each, and pass them on by shuffles. A key outside the range that is wanted
-is filled with zeros and not read, so that no NaN of an unused slot takes part in a product.
+warp find the pool's rows of its keys, one each, and pass them on through shared memory (lanes_sm80.py says why not by
+shuffles). A key outside the range that is wanted is filled with zeros and not read, so that no NaN of an unused slot
+takes part in a product.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -27,7 +28,7 @@ def pool_rows(block_table, req, head, kv0, start, stop, *, block, page, columns,
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * 5), return_type=out)
     def load(ctx, block_table, req, head, kv0, start, stop):
         req, head, kv0, start, stop = map(ptx.scalar_value, (req, head, kv0, start, stop))
-        _, _, lane, warp = ptx.lane_position()
+        _, _, lane, warp = ptx.lane_position(hidden=True)
         own = arith.addi(arith.muli(warp, ptx.i32(keys)), arith.remui(lane, ptx.i32(keys)))
         key = arith.addi(kv0, own)
         row = arith.muli(ptx.to_i64(req), ptx.i64(columns))
@@ -53,50 +54,73 @@ def _is_inside(key, start, stop):
     return ptx.bool_to_i32(arith.andi(ptx.less(arith.subi(start, ptx.i32(1)), key), ptx.less(key, stop)))
 
 
-def copy_block(pool, tile, own_rows, *, block, dim, dtype):
-    """Begins to copy the keys of `own_rows` (see pool_rows) from a GMEM pool to an SMEM tile [block, dim]."""
+def put_rows(box, own_rows, *, block):
+    """What pool_rows gave -> SMEM i32[block]. A warp may read the rows of its keys after its next wait."""
+    keys = block // WARPS
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD))
+    def put(ctx, box, own_rows):
+        _, _, lane, warp = ptx.lane_position(hidden=True)
+        mine = rows.register_value(own_rows.registers.flat[0])
+        place = ptx.add(ptx.pointer(box, 3), ptx.mul(ptx.add(ptx.mul(warp, keys), lane), 4))
+        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0], $2; }"
+        ptx.asm(text, "r,r,r", place, ptx.bool_to_i32(ptx.less(lane, ptx.i32(keys))), mine)
+
+    put(box, own_rows)
+
+
+def copy_block(pool, tile, box, *, block, dim, dtype):
+    """Begins to copy the keys of the rows in `box` (see put_rows) from a GMEM pool to an SMEM tile [block, dim]."""
     row_bytes, swizzle = dim * jnp.dtype(dtype).itemsize, rows.swizzle_bytes(dim, dtype)
     chunks, keys = row_bytes // 16, block // WARPS  # of 16 bytes in a row; of a warp
-    kinds = (plgpu.RefType(), plgpu.RefType(rows.tile_transforms(dim, dtype)), PER_THREAD)
+    kinds = (plgpu.RefType(), plgpu.RefType(rows.tile_transforms(dim, dtype)), plgpu.RefType())
 
     @plgpu.inline_mgpu(arg_types=kinds)
-    def copy(ctx, pool, tile, own_rows):
+    def copy(ctx, pool, tile, box):
         base, smem, (_, _, lane, warp) = ptx.pointer(pool, 0), ptx.pointer(tile, 3), ptx.lane_position(hidden=True)
         # hidden: the start of each step's chunks would otherwise stay in two registers during the loop
-        mine, first = rows.register_value(own_rows.registers.flat[0]), arith.muli(warp, ptx.i32(keys))
-        smem = arith.addi(smem, arith.muli(first, ptx.i32(row_bytes)))
+        first = arith.muli(warp, ptx.i32(keys))
+        smem, box = arith.addi(smem, arith.muli(first, ptx.i32(row_bytes))), ptx.pointer(box, 3)
         for step in range(-(-keys * chunks // 32)):
             row, byte, target = _chunk(lane, step, chunks, swizzle)
-            pool_row = ptx.asm_value("shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=r,r,r", mine, row)
+            partial = 32 * (step + 1) > keys * chunks  # not every lane has a chunk left
+            place = ptx.add(box, ptx.mul(ptx.add(first, _least(row, keys - 1) if partial else row), 4))
+            pool_row = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", place)
             source = arith.muli(ptx.to_u64(pool_row), ptx.i64(row_bytes))
             source = arith.addi(source, arith.addi(base, ptx.to_i64(byte)))
             target, offset = target(smem)
             text = f"setp.eq.u32 p, $2, -1; cp.async.cg.shared.global [$0+{offset}], [$1], 16, p;"
             operands = (target, source, pool_row)
-            if 32 * (step + 1) > keys * chunks:  # not every lane has a chunk left
+            if partial:
                 text = text.replace("cp", "@q cp").replace("setp.eq", "setp.ne.u32 q, $3, 0; setp.eq")
                 operands += (ptx.bool_to_i32(ptx.less(row, ptx.i32(keys))),)
             registers = "{ .reg .pred p, q; " + text + " }"
             ptx.asm(registers, ",".join(["r", "l", "r", "r"][: len(operands)]), *operands)
 
-    copy(pool, tile, own_rows)
+    copy(pool, tile, box)
 
 
-def copy_scales(pool, tile, own_rows, *, block):
+def copy_scales(pool, tile, box, *, block):
     """The same for one f32 scale of each key, to an SMEM tile [block]."""
     keys = block // WARPS
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), PER_THREAD))
-    def copy(ctx, pool, tile, own_rows):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
+    def copy(ctx, pool, tile, box):
         _, _, lane, warp = ptx.lane_position(hidden=True)
-        mine = rows.register_value(own_rows.registers.flat[0])
+        key = ptx.mul(ptx.add(ptx.mul(warp, keys), _least(lane, keys - 1)), 4)
+        mine = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", ptx.add(ptx.pointer(box, 3), key))
         source = arith.addi(ptx.pointer(pool, 0), arith.muli(ptx.to_u64(mine), ptx.i64(4)))
-        target = ptx.add(ptx.pointer(tile, 3), ptx.mul(ptx.add(ptx.mul(warp, keys), lane), 4))
+        target = ptx.add(ptx.pointer(tile, 3), key)
         own = ptx.bool_to_i32(ptx.less(lane, ptx.i32(keys)))
         text = "setp.ne.u32 q, $3, 0; setp.eq.u32 p, $2, -1; @q cp.async.ca.shared.global [$0], [$1], 4, p;"
         ptx.asm("{ .reg .pred p, q; " + text + " }", "r,l,r,r", target, source, mine, own)
 
-    copy(pool, tile, own_rows)
+    copy(pool, tile, box)
+
+
+def _least(value, most: int):
+    """A row of the warp's keys: lanes beyond the last one read that, and copy nothing."""
+    return arith.minsi(value, ptx.i32(most))
 
 
 def _chunk(lane, step: int, chunks: int, swizzle: int):
@@ -134,12 +158,22 @@ def commit():
 
 def wait_for_copies(pending: int, warps: int):
     """Waits for all groups of copies but the latest `pending`: for those of this warp (1), or of all warps (4)."""
-    fence = "bar.warp.sync -1;" if warps == 1 else "bar.sync 0;"
 
     @plgpu.inline_mgpu()
     def wait(ctx):
         ptx.asm(f"cp.async.wait_group {pending};", "")
-        ptx.asm(fence, "")
+
+    wait()
+    sync_lanes() if warps == 1 else sync_warps()
+
+
+def sync_lanes():
+    """What the lanes of this warp wrote to shared memory is visible to all of them: a barrier for each warp."""
+
+    @plgpu.inline_mgpu()
+    def wait(ctx):
+        _, _, _, warp = ptx.lane_position(hidden=True)
+        ptx.asm("bar.sync $0, 32;", "r", ptx.add(warp, ptx.i32(1)))
 
     wait()
 

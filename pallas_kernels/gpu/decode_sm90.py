@@ -10,7 +10,7 @@ from pallas_kernels.gpu.rows_sm90 import swizzle_bytes, tile_transforms
 DECODED_TOGETHER = 4  # chunks that a thread holds in registers while it decodes a tile
 
 
-def decode_tile(src_ref, dst_ref, *, rows, dim, source, target, dst_dim=None, converts_fp8=True):
+def decode_tile(src_ref, dst_ref, *, rows, dim, source, target, dst_dim=None, converts_fp8=True, hidden=False):
     """8-bit SMEM tile [rows, dim] -> 16-bit SMEM tile of the same shape, exactly. The caller must call commit_smem.
 
     dst_dim: columns of dst_ref, whose memory is used, if there are more than `dim`. converts_fp8: see decode_word.
@@ -23,7 +23,7 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target, dst_dim=None, co
     @plgpu.inline_mgpu(arg_types=kinds)
     def decode(ctx, src, dst):
         word_type = ir.IntegerType.get_signless(32)
-        src, dst, me = pointer(src, 3), pointer(dst, 3), thread_index()
+        src, dst, me = pointer(src, 3), pointer(dst, 3), thread_index(hidden=hidden)
         four, two = (ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>") for n in (4, 2))
         places, loaded, steps = [], [], range(rows * chunks // 128)
 

@@ -4,6 +4,8 @@ A product has two sets of counters, so that a CTA waits only for the columns tha
 
     columns_stored(i, g)   CTAs that have stored group g of product i's columns, those that one CTA reads next
     share_added(i, s)      CTAs that have added up share s of a token's columns, one CTA for each token
+
+With several ranks (devices), each CTA has two more counters, for o and down: the other ranks whose sums have arrived.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -11,12 +13,13 @@ import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.layer_tail_config import THREADS, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, THREADS, LayerTailConfig
 
 PRODUCTS = 4
 _GROUPS = 8  # counters of a product's groups, and as many of its shares
 COUNTERS = PRODUCTS * 2 * _GROUPS
-WORDS = 32 * COUNTERS  # int32: each counter has a line of 128 bytes
+_OF_RANKS = 32 * COUNTERS  # the first word of the counters of ranks, each in 32 bytes
+WORDS = _OF_RANKS + 2 * MAX_CTAS * 8  # int32: each other counter has a line of 128 bytes
 
 
 def columns_stored(product: int, group):
@@ -62,6 +65,13 @@ def address(counters, number):
     return arith.addi(ptx.pointer(counters, 0), arith.muli(ptx.to_i64(number), ptx.i64(128)))
 
 
+def of_ranks(counters, product: int, cta):
+    """Address of the counter of ranks of a CTA, for product 0 (o) or 2 (down)."""
+    number = ptx.to_i64(ptx.add(cta, ptx.i32(product // 2 * MAX_CTAS)))
+    first = arith.addi(ptx.pointer(counters, 0), ptx.i64(4 * _OF_RANKS))
+    return arith.addi(first, arith.muli(number, ptx.i64(32)))
+
+
 def wait_before_tma(counters, counter, count: int):
     """The loading thread waits until `count` CTAs have arrived; then TMA may read what they stored."""
 
@@ -79,10 +89,15 @@ def one_thread_waits(cfg: LayerTailConfig, i: int, counters, reader):
     _spin(address(counters, ptx.add(group, ptx.i32(columns_stored(i, 0)))), group_size(cfg, i), 0)
 
 
-def _spin(place, count: int, last: int):
-    """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived."""
+def one_thread_waits_for_ranks(cfg: LayerTailConfig, product: int, counters, cta):
+    """Inside inline_mgpu, thread 0 waits until the other ranks' sums have arrived. A barrier must follow."""
+    _spin(of_ranks(counters, product, cta), cfg.ranks - 1, 0, "sys")
+
+
+def _spin(place, count: int, last: int, scope: str = "gpu"):
+    """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived. scope: "sys" for those of others."""
     text = (
         "{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, $3; @p bra DONE;"
-        " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
+        f" AGAIN: ld.acquire.{scope}.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }}"
     )
     ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(count), ptx.i32(last))

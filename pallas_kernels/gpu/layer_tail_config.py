@@ -6,6 +6,8 @@ import functools
 PIECE = 64  # weight columns of one product: the rows of wgmma
 BLOCK = 128  # of the inner dimension: one step of a CTA's loop
 MAX_ROWS = 64
+MAX_RANKS = 8
+MAX_CTAS = 256
 THREADS = 128  # of a warpgroup
 SMEM_LIMIT = 232448 - 2048  # bytes a CTA may use on Hopper, less barriers and alignment
 SUMS = 160  # floats of a thread's accumulators, at most
@@ -63,6 +65,7 @@ class LayerTailConfig:
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory
     in_flight: int = 3  # weight blocks that a CTA has asked for and not received
+    ranks: int = 1  # devices that share the inner dimensions of o and down; each adds up the sums of all
 
     @property
     def rows8(self) -> int:
@@ -108,6 +111,8 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         )
     refuse(c.rows > c.ctas, f"{c.rows} rows: {c.ctas} CTAs add up one each at least")
     refuse(c.slots < c.in_flight, f"{c.in_flight} blocks in flight: shared memory has {c.slots}")
+    refuse(not 1 <= c.ranks <= MAX_RANKS, f"{c.ranks} ranks: wanted 1 to {MAX_RANKS}")
+    refuse(c.ctas > MAX_CTAS, f"{c.ctas} CTAs: wanted {MAX_CTAS} at most")
     return reasons
 
 

@@ -32,6 +32,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
+from pallas_kernels.gpu import layer_tail_ranks_sm90 as ranks
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
@@ -61,6 +62,7 @@ class _Refs:
     h: object  # GMEM [T8, mlp width]
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
+    sent: tuple  # for o and down with several ranks, GMEM [ranks * T8, W]: sums that the ranks sent
     out: object  # GMEM [T8, width of the next projections], or None
     w_tile: object = None  # SMEM [slots, 128, 64]
     x_tile: object = None  # SMEM [token stages, T8, 128]
@@ -86,6 +88,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
     out_type = [shape(c.hidden) for _ in range(4)] + [shape(c.products[1].widths[0])]
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
+    out_type += [shape(c.hidden, DTYPE, c.ranks * c.rows8)] * (2 if c.ranks > 1 else 0)
     out_type += [shape(c.products[3].width)] if has_next else []
     used, cleared = (jax.new_ref(y) for y in counters)
     flat = [w for group in weights for w in group]
@@ -96,7 +99,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
         given |= dict(counters=next(take), cleared=next(take))
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
-        given |= dict(squares=some(norms), parts=some(summed))
+        given |= dict(squares=some(norms), parts=some(summed), sent=some(norms if c.ranks > 1 else ()))
         _kernel(c, _Refs(**given, out=next(take) if has_next else None))
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
@@ -142,6 +145,8 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
         place = arrivals.address(cleared, counter)
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
         ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
+        if cfg.ranks > 1:
+            ranks.clear(cfg, cleared, ptx.scalar_value(cta))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
         ptx.asm("bar.sync 0;", "")
 
@@ -394,14 +399,18 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
     p, norm = cfg.products[i], i // 2
     old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
     given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
+    sent = refs.sent[norm : norm + 1]
+    types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(sent))
 
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(given), ptx.SCALAR, ptx.SCALAR))
-    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number):
+    @plgpu.inline_mgpu(arg_types=types)
+    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number, cta, *sent):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
         arrivals.one_thread_waits(cfg, i, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
+        if sent:
+            fours = ranks.sum_over_ranks(ctx, cfg, i, share, *sent, counters, ptx.scalar_value(cta), fours)
         fours = [
             [arith.addf(a, b) for a, b in zip(floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
         ]
@@ -428,7 +437,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
-    add_up(*given, row, number)
+    add_up(*given, row, number, lax.axis_index("cta"), *sent)
 
 
 def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):

@@ -84,10 +84,11 @@ def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight=P
 
 
 def merge_parts(
-    cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head, *, in_flight: int = PARTS_IN_FLIGHT, chunks: int = 1
-):
-    """(out, lse) with the rows of split units filled in, in place. A CTA merges `chunks` times COLUMNS columns."""
-    width = math.gcd(cfg.v_head_dim, COLUMNS)
+    cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head, *, in_flight: int = PARTS_IN_FLIGHT, chunks: int = 1,
+    columns: int = COLUMNS,
+):  # fmt: skip
+    """(out, lse) with the rows of split units filled in, in place. A CTA merges `chunks` times `columns` columns."""
+    width = math.gcd(cfg.v_head_dim, columns)
 
     def merge_partial_attention(*refs):
         _kernel(cfg, width, in_flight, chunks, *refs)

@@ -13,8 +13,13 @@ STAGES = 2  # blocks in shared memory, as they are cached
 PART = 128  # most columns of a part of a stage, see mla_pieces_sm90.py
 PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
-STATS = 2 * WARPGROUP_ROWS  # f32: see MlaRefs.stats
-SMEM_FIXED = 4 * STATS + 512  # bytes: statistics, barriers, alignment
+NARROW_ROWS = 16  # most rows of a tile of warp-level products, see mla_narrow_sm90.py
+NARROW_STAGES = 6  # most blocks of 8 bits in shared memory for them
+BARRIERS = 32  # Mosaic's most barriers of one array
+STATS = 10 * NARROW_ROWS  # f32: see MlaRefs.stats
+SMEM_FIXED = 4 * STATS + 1024  # bytes: statistics, barriers, alignment
+SLACK = 8.0  # a row's maximum is replaced when a base-2 logit exceeds it by more
+FLOAT16_BIAS = 7.0  # float16 weights are so many powers of two larger: at most 2 ** 15, and 0 only below 2 ** -32
 MASKS = ("causal",)  # fields of a MaskRule that it honours
 LOGITS = ("scale",)  # fields of a LogitRule that it honours
 DTYPES = ("bfloat16", "float16")
@@ -27,17 +32,20 @@ class MlaKernelConfig:
 
     num_heads: int
     group: int  # query heads of one unit of work, see heads_of_unit
+    max_rows: int = WARPGROUP_ROWS  # most rows of a unit: `group` times the new tokens of a request
     latent_dim: int = 512  # L, values of a row that are keys and values
     rope_dim: int = 64  # R, values of a row that are only keys
     page_size: int
     dtype: str = "bfloat16"  # of queries and output
     kv_dtype: str | None = None  # of a cache of 8 bits, which is decoded to `dtype`; None: that of queries
+    paired: bool = False  # two CTAs of a cluster share a unit of up to 128 rows, and load each cached row once for both
+    listed: bool = False  # each token, a request of its own, names its keys: see mla_listed_sm90.py
     whole_rows: bool = False  # one pool of rows [latent | rope], not one pool of each
     mask: MaskRule = MaskRule()
     logits: LogitRule = LogitRule(scale=1.0)
     has_sinks: bool = False
     per_request_causal: bool = False
-    num_ctas: int = 132  # one on each SM of an H100 or H200
+    num_ctas: int = 132  # one on each SM of an H100 or H200; paired: even
 
     @property
     def is_decoded(self) -> bool:
@@ -50,9 +58,32 @@ class MlaKernelConfig:
         return self.kv_dtype or self.dtype
 
     @property
+    def is_narrow(self) -> bool:
+        """Are the few rows multiplied by warp-level products, which decode 8 bits in registers?"""
+        return self.is_decoded and self.max_rows <= NARROW_ROWS and self.latent_dim % 256 == 0
+
+    @property
+    def decodes_tiles(self) -> bool:
+        """Are blocks of 8 bits decoded in shared memory?"""
+        return self.is_decoded and not self.is_narrow
+
+    @property
+    def bias(self) -> float:
+        """Of the exponent of a weight."""
+        return FLOAT16_BIAS if self.dtype == "float16" else 0.0
+
+    @property
+    def loaded_stages(self) -> int:
+        """Blocks in shared memory as they are cached."""
+        if not self.is_narrow:
+            return STAGES
+        room = SMEM_BYTES - SMEM_FIXED - 2 * NARROW_ROWS * BLOCK_KV
+        return min(NARROW_STAGES, BARRIERS // (2 * self.parts_of_half), room // (BLOCK_KV * self.head_dim))
+
+    @property
     def stages(self) -> int:
-        """Blocks in shared memory that are multiplied: with 8 bits one decoded block, beside STAGES cached ones."""
-        return 1 if self.is_decoded else STAGES
+        """Blocks in shared memory that are multiplied: one decoded block, or the blocks as they are cached."""
+        return 1 if self.decodes_tiles else self.loaded_stages
 
     @property
     def head_dim(self) -> int:
@@ -85,20 +116,24 @@ class MlaKernelConfig:
             v_head_dim=self.latent_dim, page_size=self.page_size, dtype=self.dtype, kv_dtype=self.dtype,
             mask=self.mask, logits=self.logits, has_sinks=self.has_sinks,
             per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=self.stages, q_buffers=1,
-            num_ctas=self.num_ctas, long_tiles=False, flat_list=True, piece_blocks=PIECE_BLOCKS,
+            num_ctas=self.num_ctas // (2 if self.paired else 1), long_tiles=self.paired, flat_list=True,
+            piece_blocks=PIECE_BLOCKS,
         )  # fmt: skip
 
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA: the queries, the stages of rows and one block of weights."""
-        values = (WARPGROUP_ROWS + self.stages * BLOCK_KV) * self.head_dim + WARPGROUP_ROWS * BLOCK_KV
-        cached = STAGES * BLOCK_KV * self.head_dim if self.is_decoded else 0
+        block = BLOCK_KV * self.head_dim
+        if self.is_narrow:
+            return self.stages * block + 2 * NARROW_ROWS * BLOCK_KV + SMEM_FIXED
+        values = WARPGROUP_ROWS * self.head_dim + self.stages * block + WARPGROUP_ROWS * BLOCK_KV
+        cached = STAGES * block if self.decodes_tiles else 0
         return 2 * values + cached + SMEM_FIXED
 
 
-def heads_of_unit(num_heads: int, max_query_len: int) -> int:
-    """The most query heads, a divisor of num_heads, whose rows of max_query_len tokens fit in one tile; at least 1."""
-    return next((n for n in range(num_heads, 1, -1) if num_heads % n == 0 and n * max_query_len <= WARPGROUP_ROWS), 1)
+def heads_of_unit(num_heads: int, max_query_len: int, rows: int = WARPGROUP_ROWS) -> int:
+    """The most query heads, a divisor of num_heads, whose rows of max_query_len tokens fit in a tile; at least 1."""
+    return next((n for n in range(num_heads, 1, -1) if num_heads % n == 0 and n * max_query_len <= rows), 1)
 
 
 def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
@@ -114,13 +149,19 @@ def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
     known = not c.is_decoded or c.kv_dtype in KV_DTYPES_8BIT
     refuse(not known, f"kv_dtype {c.kv_dtype}: wanted None or one of {', '.join(KV_DTYPES_8BIT)}")
     refuse(c.num_heads % c.group != 0, f"group {c.group}: wanted a divisor of {c.num_heads} heads")
-    refuse(not 1 <= c.group <= WARPGROUP_ROWS, f"group {c.group}: wanted 1 to {WARPGROUP_ROWS} heads")
+    most = WARPGROUP_ROWS * (2 if c.paired else 1)
+    refuse(not 1 <= c.group <= most, f"group {c.group}: wanted 1 to {most} heads")
+    refuse(
+        c.paired and (c.is_decoded or c.num_ctas % 2 != 0), "pairs of CTAs: wanted a cache of 16 bits, even num_ctas"
+    )
     latent, rope = c.latent_dim, c.rope_dim
     refuse(latent % 128 != 0 or not 128 <= latent <= 512, f"kv_lora_rank {latent}: wanted 128, 256, 384 or 512")
     refuse(rope % 64 != 0 or rope < 64, f"qk_rope_head_dim {rope}: wanted a multiple of 64")
     for seen in (*unlisted_fields(c.mask, MASKS), *unlisted_fields(c.logits, LOGITS)):
         refuse(True, f"{seen}: not in this kernel")
     refuse(c.has_sinks, "sinks: not in this kernel")
+    unpaged = c.is_decoded or c.paired
+    refuse(c.listed and unpaged, "listed keys: wanted a cache of 16 bits, and no pairs of CTAs")
     page = c.page_size
     refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     wanted = c.smem_bytes

@@ -1,7 +1,8 @@
 """The Refs of the latent attention kernel, and the memory warpgroup, which fetches rows ahead of use.
 
-Block b of a CTA, counted over all its pieces, lies in stage b % 2. A stage is filled and freed in parts of at most 128
-latent columns: the next load of a part begins when its product ends, and scores begin when the first part is there.
+Block b of a CTA, counted over all its pieces, lies in stage b % 2; the narrow kernel has more stages. A stage is filled
+and freed in parts of at most 128 latent columns: the next load of a part begins when its product ends, and scores begin
+when the first part is there.
 
 A cache of 8 bits: block b is loaded into raw stage b % 2, and decoded into the one stage that is multiplied when the
 products of block b - 1 end, part after part. A raw part is loaded again when it has been decoded.
@@ -18,8 +19,9 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.decode_sm90 import decode_tile
-from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, MlaKernelConfig
+from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
 
@@ -30,23 +32,25 @@ class MlaRefs:
     q: object  # GMEM [T, H, L+R]
     latents: object  # GMEM [N, S, L], or [N, S, L+R] with whole_rows
     ropes: object  # GMEM [N, S, R], or the same pool
-    block_table: object  # GMEM i32[R, B]
+    block_table: object  # GMEM i32[R, B]; of listed keys i32[T, n], rows of the pool or -1
     info: object  # GMEM i32[tiles, 16]
     cta: object  # GMEM i32[C, 16]
+    factors: object  # GMEM f32[T, H]: of the logits, with a cache of 8 bits; None without one
     out: object  # GMEM [T, H, L]
     lse: object  # GMEM f32[T, H]
     part: object  # GMEM f32[2 C, 128, L]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
-    q_tile: object  # SMEM [1, 64, L+R]
+    q_tile: object  # SMEM [1, 64, L+R]; None in the narrow kernel
     latent: object  # SMEM [stages, parts, 64, L/parts]: stage, part of the latent columns, row, column
     rope: object  # SMEM [stages, 64, R]
-    weights: object  # SMEM [64, 64]: of the block last published
-    stats: object  # SMEM f32[128]: factors of that block; or the maxima and sums of a piece
+    weights: object  # SMEM [64, 64]: of the block last published. Narrow: see mla_narrow_sm90.py; stats too
+    stats: object  # SMEM f32[160]: factors of that block; or the maxima and sums of a piece
     rope_full: object  # barriers [stages]; one arrival a page, or one when it is decoded
     full: object  # barriers [stages * parts], number stage * parts + part; arrivals as above
-    free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block
+    free: object  # barriers [stages * parts]; the warpgroup that has these columns has added the block. Paired: of both
     published: object  # barrier; weights and stats are written
     used: object  # barrier; both warpgroups that add have read them
+    listed: object = None  # SMEM i32[stages, 64] entries of the lists; None: whole pages are loaded
     raw_latent: object = None  # SMEM [2, parts, 64, L/parts] of a cache of 8 bits, as cached; None without one
     raw_rope: object = None  # SMEM [2, 64, R]
     raw_rope_full: object = None  # barriers [2]; one arrival a page
@@ -70,7 +74,7 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
         def load_block(i, carry):
             number, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
-            stage = lax.rem(number, jnp.int32(STAGES))
+            stage = lax.rem(number, jnp.int32(cfg.loaded_stages))
             latent, full, rope, rope_full = _targets(cfg, refs)
             key = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
             offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
@@ -78,11 +82,14 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
             def fill(pool, column, columns, tile, full):
                 for p in range(copies):
                     source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
-                    plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full)
+                    pair = dict(collective_axes="pair") if cfg.paired else {}  # each CTA loads a half for both
+                    plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full, **pair)
 
             for part in order_of_parts(cfg):
                 barrier = barrier_of(cfg, stage, part)
-                when(number >= STAGES)(functools.partial(_empty_part, cfg, refs, number - STAGES, part))
+                when(number >= cfg.loaded_stages)(
+                    functools.partial(_empty_part, cfg, refs, number - cfg.loaded_stages, part)
+                )
                 fill(refs.latents, part * cfg.part, cfg.part, latent.at[stage, part], full.at[barrier])
                 if part == 0:
                     rope_column = cfg.latent_dim if cfg.whole_rows else 0
@@ -92,26 +99,26 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
         return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0)))[0]
 
     total = lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
-    if cfg.is_decoded:
+    if cfg.decodes_tiles:
 
         def decode_block(number, _):
             for part in order_of_parts(cfg):
                 _empty_part(cfg, refs, number, part)
 
-        lax.fori_loop(jnp.maximum(total - STAGES, 0), total, decode_block, None)
+        lax.fori_loop(jnp.maximum(total - cfg.loaded_stages, 0), total, decode_block, None)
 
 
 def _targets(cfg: MlaKernelConfig, refs: MlaRefs):
     """Where rows are loaded: the stages of latents, their barriers, the stages of rotated keys, their barriers."""
-    if cfg.is_decoded:
+    if cfg.decodes_tiles:
         return refs.raw_latent, refs.raw_full, refs.raw_rope, refs.raw_rope_full
     return refs.latent, refs.full, refs.rope, refs.rope_full
 
 
 def _empty_part(cfg: MlaKernelConfig, refs: MlaRefs, number, part: int):
     """Returns when this part of block `number` may be overwritten where it was loaded; 8 bits are decoded first."""
-    stage = lax.rem(number, jnp.int32(STAGES))
-    if not cfg.is_decoded:
+    stage = lax.rem(number, jnp.int32(cfg.loaded_stages))
+    if not cfg.decodes_tiles:
         plgpu.barrier_wait(refs.free.at[barrier_of(cfg, stage, part)])
         return
     kind = dict(rows=BLOCK_KV, source=cfg.cache_dtype, target=cfg.dtype)
@@ -137,10 +144,18 @@ def barrier_of(cfg: MlaKernelConfig, stage, part):
     return stage * 2 * cfg.parts_of_half + part
 
 
+def rows_of_cta(cfg: MlaKernelConfig, piece: Piece):
+    """(first packed row of the piece that this CTA computes, number of rows from there on, possibly below 1)."""
+    if not cfg.paired:
+        return piece[wl.ROW0], piece[wl.NROWS]
+    skipped = lax.axis_index("pair") * WARPGROUP_ROWS
+    return piece[wl.ROW0] + skipped, piece[wl.NROWS] - skipped
+
+
 def load_queries(cfg: MlaKernelConfig, refs: MlaRefs, j) -> Piece:
     """Piece j, with its queries in shared memory. Called by the warpgroup that multiplies them."""
     piece = piece_from_list(cfg.attention, refs, j)
-    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, *rows_of_cta(cfg, piece))
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
     rows.load_rows(refs.q, refs.q_tile.at[0], *where, **kind)
     rows.await_rows()

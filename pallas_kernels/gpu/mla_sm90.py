@@ -7,6 +7,7 @@
           warpgroup 3: load_latents           mla_pieces_sm90.py: pages into shared memory; 8 bits are decoded there
           warpgroup 2: score_pieces           mla_tile_sm90.py: scores and weights
           warpgroups 0, 1: add_pieces         mla_tile_sm90.py: weights times rows
+                                              both by mla_narrow_sm90.py for at most 16 rows over 8 bits
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
 
 A tile has at most 64 rows, (token, head) pairs of one request, and each warpgroup that adds holds all rows of one half
@@ -19,19 +20,24 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.merge_sm90 import merge_parts
-from pallas_kernels.gpu.mla_config import BLOCK_KV, STAGES, STATS, MlaKernelConfig, supports_mla
+from pallas_kernels.gpu.mla_config import BLOCK_KV, NARROW_ROWS, STATS, MlaKernelConfig, supports_mla
+from pallas_kernels.gpu.mla_listed_sm90 import load_listed
+from pallas_kernels.gpu.mla_narrow_sm90 import add_narrow, score_narrow
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, load_latents
 from pallas_kernels.gpu.mla_tile_sm90 import add_pieces, score_pieces
 
 REGISTERS = (176, 112, 48)  # of a thread that adds values, of one that computes scores, and of one that loads
 DECODING = (168, 104, 72)  # the same, where the threads that load also decode 8 bits
+NARROW = (104, 232, 56)  # of the narrow kernel, whose queries are in registers
 SMALL = (136, 144, 96)  # the same for latents of 128 values, of which a thread that adds holds 32 and not 128
 MERGE = dict(in_flight=4, chunks=4)
 """Of merge_parts: 528 CTAs take 2 us on an H200 where there is nothing to merge; the 2112 of chunks=1 take 7."""
@@ -44,16 +50,24 @@ def latent_attention(
     block_table: jax.Array,
     work: wl.GpuWorkList,
     config: MlaKernelConfig,
+    factors: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(scale q [latent | rope]^T) latent over pages: (out [T, H, L] in q's dtype, lse f32[T, H], natural log).
 
     q [T, H, L+R]: absorbed queries, then the rotated part. latent_pages [N, S, L] and rope_pages [N, S, R], or with
-    config.whole_rows latent_pages [N, S, L+R] and None. block_table i32[R, B], whose unused columns may hold anything.
-    work: build_work_list for config.attention. A row that sees no key, padding tokens included, gives (0, -inf).
+    config.whole_rows latent_pages [N, S, L+R] and None. block_table i32[R, B], whose unused columns may hold
+    anything; with config.listed i32[T, n], rows of the pools in any order, -1 for none, n a multiple of 64, and each
+    token is a request of at most n keys.
+    work: build_work_list for config.attention. factors f32[T, H]: with a cache of 8 bits, positive factors of the
+    logits beside the scale; None: 1. A row that sees no key, padding tokens included, gives (0, -inf).
     """
     _check(q, latent_pages, rope_pages, block_table, config)
-    out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work)
-    per_head = jnp.zeros((config.num_heads, 2), jnp.float32)  # slopes and sinks: none in this kernel
+    if config.is_decoded:
+        factors = jnp.ones(q.shape[:2], jnp.float32) if factors is None else factors
+    elif factors is not None:
+        raise ValueError("factors are given, and the cache is not of 8 bits: multiply them into q")
+    out, lse, part, part_lse = _launch(config, q, latent_pages, rope_pages, block_table, work, factors)
+    per_head = np.zeros((config.num_heads, 2), np.float32)  # slopes and sinks: none; a constant needs no kernel
     return merge_parts(config.attention, out, lse, part, part_lse, work, per_head, **MERGE)
 
 
@@ -76,10 +90,10 @@ def _check(q, latent_pages, rope_pages, block_table, config: MlaKernelConfig):
             raise ValueError(f"{name} is {seen}; the config wants {wanted}")
 
 
-def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, work):
+def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, work, factors):
     """(out [T, H, L], lse f32[T, H], partial outputs, partial lse in base 2)."""
     num_tokens, num_heads, _ = q.shape
-    slots = 2 * config.num_ctas
+    slots, clusters = 2 * config.attention.num_ctas, config.attention.num_ctas
     out_type = [
         jax.ShapeDtypeStruct((num_tokens, num_heads, config.latent_dim), q.dtype),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
@@ -93,8 +107,9 @@ def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, w
     call = plgpu.kernel(
         latent_attention,
         out_type=out_type,
-        grid=(config.num_ctas,),
+        grid=(clusters,),
         grid_names=("cta",),
+        **(dict(cluster=(2,), cluster_names=("pair",)) if config.paired else {}),
         num_threads=4,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(
@@ -104,32 +119,40 @@ def _launch(config: MlaKernelConfig, q, latent_pages, rope_pages, block_table, w
         ),
     )
     pools = (latent_pages,) if config.whole_rows else (latent_pages, rope_pages)
-    return call(q, *pools, block_table, work.info, work.cta)
+    own = (factors,) if config.is_decoded else ()
+    return call(q, *pools, block_table, work.info, work.cta, *own)
 
 
 def _kernel(cfg: MlaKernelConfig, *gmem):
     """One CTA: allocates, then gives each warpgroup its role."""
     gmem = (gmem[0], gmem[1], *gmem[1:]) if cfg.whole_rows else gmem  # the pool of latents is that of ropes, too
+    gmem = gmem if cfg.is_decoded else (*gmem[:6], None, *gmem[6:])
 
     def roles(*smem):
+        smem = (None, *smem) if cfg.is_narrow else smem
+        if cfg.decodes_tiles:
+            smem = (*smem[:-4], None, *smem[-4:])
         refs = MlaRefs(*gmem, *smem)
-        wg, registers = lax.axis_index("wg"), DECODING if cfg.is_decoded else REGISTERS
-        registers = SMALL if cfg.latent_dim == 128 else registers
+        wg, registers = lax.axis_index("wg"), DECODING if cfg.decodes_tiles else REGISTERS
+        registers = SMALL if cfg.latent_dim == 128 else NARROW if cfg.is_narrow else registers
 
         @when(wg < 2)
         def _():
-            plgpu.set_max_registers(registers[0], action="increase")
-            add_pieces(cfg, refs, wg)
+            plgpu.set_max_registers(registers[0], action="decrease" if registers[0] < 128 else "increase")
+            (add_narrow if cfg.is_narrow else add_pieces)(cfg, refs, wg)
 
         @when(wg == 2)
         def _():
             plgpu.set_max_registers(registers[1], action="decrease" if registers[1] < 128 else "increase")
-            score_pieces(cfg, refs)
+            (score_narrow if cfg.is_narrow else score_pieces)(cfg, refs)
 
         @when(wg == 3)
         def _():
             plgpu.set_max_registers(registers[2], action="decrease")
-            load_latents(cfg, refs)
+            (load_listed if cfg.listed else load_latents)(cfg, refs)
+
+        if cfg.paired:
+            ptx.sync_cluster()  # no CTA ends before the other's last arrival at its barriers
 
     def tile(*shape, dtype=cfg.dtype):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
@@ -142,9 +165,19 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
 
     copies, parts = max(BLOCK_KV // cfg.page_size, 1), 2 * cfg.parts_of_half  # pages and parts of a block
     # In the order of the fields of MlaRefs.
-    tiles = [tile(1, WARPGROUP_ROWS, cfg.head_dim), *stages_of(cfg.stages, cfg.dtype), tile(WARPGROUP_ROWS, BLOCK_KV)]
+    tiles = stages_of(cfg.stages, cfg.cache_dtype if cfg.is_narrow else cfg.dtype)
+    if cfg.is_narrow:
+        tiles.append(plgpu.SMEM((NARROW_ROWS * BLOCK_KV,), cfg.dtype))
+    else:
+        tiles = [tile(1, WARPGROUP_ROWS, cfg.head_dim), *tiles, tile(WARPGROUP_ROWS, BLOCK_KV)]
     tiles.append(plgpu.SMEM((STATS,), jnp.float32))
-    barriers = [*loaded(cfg.stages, 1 if cfg.is_decoded else copies), plgpu.Barrier(num_barriers=cfg.stages * parts)]
+    barriers = loaded(cfg.stages, 1 if cfg.decodes_tiles or cfg.listed else copies)
+    of_free = dict(num_barriers=cfg.stages * parts)
+    pair = dict(collective_axes=("pair",), num_arrivals=1)
+    barriers.append(plgpu.ClusterBarrier(**pair, **of_free) if cfg.paired else plgpu.Barrier(**of_free))
     barriers += [plgpu.Barrier(), plgpu.Barrier(num_arrivals=2)]
-    raw = [*stages_of(STAGES, cfg.cache_dtype), *loaded(STAGES, copies)] if cfg.is_decoded else []
+    cached = cfg.loaded_stages
+    if cfg.listed:
+        barriers.append(plgpu.SMEM((cfg.stages, BLOCK_KV), jnp.int32))
+    raw = [*stages_of(cached, cfg.cache_dtype), *loaded(cached, copies)] if cfg.decodes_tiles else []
     pl.run_scoped(roles, *tiles, *barriers, *raw, collective_axes="wg")

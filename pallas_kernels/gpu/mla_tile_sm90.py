@@ -32,11 +32,11 @@ from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
-from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
-from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts
+from pallas_kernels.gpu.gather_sm90 import gather
+from pallas_kernels.gpu.mla_config import BLOCK_KV, SLACK, MlaKernelConfig
+from pallas_kernels.gpu.mla_listed_sm90 import keep_listed
+from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts, rows_of_cta
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
-
-SLACK = 8.0
 
 
 def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
@@ -45,19 +45,24 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
     def piece_body(j, blocks_before):
         piece = load_queries(cfg, refs, j)
         stops = _row_stops(cfg, piece)
+        factor = cfg.logits.scale * tiles.LOG2E
+        if cfg.is_decoded:
+            factor = factor * _row_factors(cfg, refs, piece)
 
         def step(i, state, masked):
             m, total = state
             stage = _stage_of(cfg, blocks_before + i)
             dots = _scores(cfg, refs, stage)
+            if cfg.listed:
+                dots = keep_listed(dots, refs.listed, stage)
             if masked:
                 kv0 = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
                 dots = rows.keep_columns(dots, stops - kv0)
                 _zero_past_end(cfg, refs, stage, piece[wl.SEQ] - kv0)
-            factor = cfg.logits.scale * tiles.LOG2E
             top = dots.max(axis=1) * factor
-            new_m = jnp.where(top > m + SLACK, top, m)
-            p = jnp.exp2(dots * factor - tiles.across_columns(new_m, dots.shape))
+            new_m = jnp.where(top > m + (SLACK + cfg.bias), top - cfg.bias, m)
+            logits = dots * (tiles.across_columns(factor, dots.shape) if cfg.is_decoded else factor)
+            p = jnp.exp2(logits - tiles.across_columns(new_m, dots.shape))
             _publish(refs, blocks_before + j + i, jnp.exp2(m - new_m), weights=p.astype(cfg.dtype))
             return new_m, total * jnp.exp2(m - new_m) + p.sum(axis=1)
 
@@ -76,11 +81,22 @@ def _stage_of(cfg: MlaKernelConfig, number):
 
 def _row_stops(cfg: MlaKernelConfig, piece: Piece):
     """i32 (64,): row r sees keys 0 .. stop - 1."""
-    packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT) + piece[wl.ROW0]
+    packed = (
+        plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT) + rows_of_cta(cfg, piece)[0]
+    )
     q_pos = lax.div(packed, jnp.int32(cfg.group)) + piece[wl.QPOS0]
     causal = piece[wl.CAUSAL] != 0 if cfg.per_request_causal else None
     _, stop = key_range(cfg.mask, q_pos, q_pos, piece[wl.SEQ], causal)
     return plgpu.layout_cast(jnp.broadcast_to(stop, (WARPGROUP_ROWS,)), tiles.ROW_LAYOUT)
+
+
+def _row_factors(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece):
+    """f32 (64,): refs.factors of each row; of rows past the tile's end, that of its last one."""
+    row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=tiles.ROW_LAYOUT)
+    row = jnp.minimum(row, jnp.maximum(piece[wl.NROWS] - 1, 0)) + piece[wl.ROW0]
+    token = lax.div(row, jnp.int32(cfg.group))
+    head = piece[HEAD] * cfg.group + row - token * cfg.group
+    return gather(refs.factors, (token + piece[wl.TOK0]) * cfg.num_heads + head, tiles.ROW_LAYOUT)
 
 
 def _scores(cfg: MlaKernelConfig, refs: MlaRefs, number):
@@ -143,6 +159,8 @@ def add_pieces(cfg: MlaKernelConfig, refs: MlaRefs, wg):
                     plgpu.wgmma(ref, refs.weights, refs.latent.at[where, wg * cfg.parts_of_half + part])
                 for part in parts:  # it is free while the products of the later ones go on
                     plgpu.wgmma_wait(cfg.parts_of_half - 1 - part)
+                    if cfg.paired:  # one warp arrives for all
+                        ptx.sync_warpgroup()
                     plgpu.barrier_arrive(refs.free.at[barrier_of(cfg, stage, wg * cfg.parts_of_half + part)])
 
             accs = pl.run_state(body)([plgpu.ACC.init(acc) for acc in accs])
@@ -172,7 +190,7 @@ def _load_stats(refs: MlaRefs, number):
 
 def _store_piece(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, column, acc, m, total):
     """Stores the output's columns from `column` on, to out or to the CTA's slot of partial results."""
-    nrows = piece[wl.NROWS]
+    row0, nrows = rows_of_cta(cfg, piece)
 
     @when(piece.is_part)
     def _():
@@ -180,18 +198,20 @@ def _store_piece(cfg: MlaKernelConfig, refs: MlaRefs, piece: Piece, column, acc,
         lse = jnp.where(total > 0.0, m + lax.log(safe) * tiles.LOG2E, -jnp.inf)
         slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
         out = acc * tiles.across_columns(1.0 / safe, acc.shape)
-        zero = jnp.int32(0)
-        rows.store_partial(refs.part, refs.part_lse, out, lse, slot, zero, nrows, column, stride=cfg.latent_dim)
+        skipped = row0 - piece[wl.ROW0]
+        rows.store_partial(refs.part, refs.part_lse, out, lse, slot, skipped, nrows, column, stride=cfg.latent_dim)
 
     @when(jnp.logical_not(piece.is_part))
     def _():
         factor, lse = tiles.finish_rows(m, total, None)
         out = acc * tiles.across_columns(factor, acc.shape)
         kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.latent_dim)
-        where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0])
-        rows.store_rows(refs.out, refs.lse, out, lse, *where, nrows, column, **kind)
+        where = (piece[wl.TOK0], piece[HEAD] * cfg.group)
+        rows.store_rows(refs.out, refs.lse, out, lse, *where, row0, nrows, column, **kind)
+        if cfg.paired:  # the rows after the first 64 are the other CTA's
+            return
 
         @when(nrows > WARPGROUP_ROWS)  # padding tokens: all rows are (0, -inf)
         def _():
-            where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + WARPGROUP_ROWS)
-            rows.store_rows(refs.out, refs.lse, out, lse, *where, nrows - WARPGROUP_ROWS, column, **kind)
+            more = (row0 + WARPGROUP_ROWS, nrows - WARPGROUP_ROWS)
+            rows.store_rows(refs.out, refs.lse, out, lse, *where, *more, column, **kind)

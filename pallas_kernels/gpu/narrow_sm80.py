@@ -22,7 +22,7 @@ from pallas_kernels.gpu.token_scales_sm90 import multiply_per_key
 def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     """At most cfg.narrow_rows rows over the piece's blocks of 64 keys."""
     rows8, reader = cfg.narrow_rows // 8, BlockReader(cfg, refs, piece, 1)
-    kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8)
+    kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8, lean=True)
     keys = dict(dim=cfg.head_dim, target=cfg.dtype, **kind)
     values = dict(dim=cfg.v_head_dim, target=cfg.value_dtype, parts=cfg.weight_parts, **kind)
     ids = reader.start()
@@ -33,19 +33,19 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     first = jnp.int32(0)
 
     def step(j, carry, masked):
-        acc, stats, *ids = carry
+        acc, stats, ids = carry
         slot = reader.slot(j)
-        reader.keys(j, ids)
+        reader.keys(j)
         of_keys, of_values = reader.token_scales(slot, 0)
         dots = warp_mma.keys_times_queries(refs.k_tile.at[slot], queries, first, **keys)
         dots = multiply_per_key(dots, of_keys, 0)
         x, factor = logits(cfg, column, dots, reader.first_key + j * cfg.block_kv, scale, masked)
         ids = reader.values(j, ids)
         state = warp_mma.softmax_times_values(refs.v_tile.at[slot], x, factor, acc, stats, first, of_values, **values)
-        return *state, *ids
+        return *state, ids
 
     start = warp_mma.start_state(rows8=rows8, dim=cfg.v_head_dim)
-    acc, stats, *_ = loop_over_blocks(cfg, step, full_block_bounds(piece), (*start, *ids))
+    acc, stats, *_ = loop_over_blocks(cfg, step, full_block_bounds(piece), (*start, ids))
     _merge_warps(cfg, refs, piece, acc, stats)
 
 
@@ -64,7 +64,7 @@ def _merge_warps(cfg: WarpKernelConfig, refs: Refs, piece: Piece, acc, stats):
     for n in range(cfg.narrow_rows // 8):
         sync_warps()
         decoded, rows8 = cfg.quantised, cfg.narrow_rows // 8
-        warp_mma.put_state(*scratch, acc, stats, wg, n, rows8=rows8, decoded=decoded, **kind)
+        warp_mma.put_state(*scratch, acc, stats, wg, n, rows8=rows8, decoded=decoded, lean=True, **kind)
         sync_warps()
         for line in range(8 // WARPS):
             warp_mma.merge_and_store(

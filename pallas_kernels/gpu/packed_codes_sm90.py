@@ -13,8 +13,10 @@ _MAGIC = 0x43004300  # 128, 128
 
 
 def _both(word, mask: int, bits: int = 0):
-    word = arith.andi(word, ptx.i32(_signed(mask)))
-    return arith.ori(word, ptx.i32(_signed(bits))) if bits else word
+    """(word & mask) | bits, in one instruction."""
+    if not bits:
+        return arith.andi(word, ptx.i32(_signed(mask)))
+    return ptx.asm_value(f"lop3.b32 $0, $1, {mask:#x}, $2, 0xea;", "=r,r,r", word, ptx.i32(_signed(bits)), pure=True)
 
 
 def _signed(word: int) -> int:
@@ -26,28 +28,13 @@ def subtract(a, b):
     return ptx.asm_value("sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", a, b, pure=True)
 
 
-def add(a, b):
-    """a + b of two words of two bfloat16."""
-    return ptx.asm_value("add.rn.bf16x2 $0, $1, $2;", "=r,r,r", a, b, pure=True)
-
-
 def _times(a, factor: int):
     return ptx.asm_value("mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", a, ptx.i32(factor), pure=True)
 
 
-def offset(format: str):
-    """The pair to subtract from `pairs_of_word` and `pair_of_bytes` where there are no zero points; None: nothing."""
-    return ptx.i32(0x43084308) if format == "int4" else None  # 136
-
-
-def with_zero(format: str, zero):
-    """The same for a zero point in the lowest byte of a word; of 4 bits at most 120, beyond which 136 + it is rounded.
-
-    The numbers of their codes are 16 apart.
-    """
-    twice = ptx.byte_permute(zero, 0x0000)
-    pair = _integers(twice)
-    return add(pair, ptx.i32(0x43084308)) if format == "int4" else pair
+def offset(format: str) -> float:
+    """What the numbers of `pairs_of_word` and `pair_of_bytes` are too large by."""
+    return 136.0 if format == "int4" else 0.0
 
 
 def pairs_of_word(format: str, word) -> list:

@@ -7,8 +7,9 @@ BLOCK = 32  # of the inner dimension: a thread has 8 consecutive inputs of each,
 TILE_ROWS = 16  # rows of x that a CTA multiplies, at most
 MAX_ROWS = 64
 """Rows up to which the packed product is faster than a product with the dequantised matrix."""
-MAX_PARTS_OF_CTA, MAX_SPLITS = 4, 8
+MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
 RESIDENT = 4  # warpgroups of 128 threads that an SM runs at the same time, at 128 registers a thread
+SHARED_BYTES = 224 * 1024  # of a CTA
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 
 
@@ -26,9 +27,12 @@ class PackedProductConfig:
     dtype: str = "float32"  # of y
     experts: int = 0  # matrices [experts, inner, width], of which a tile of rows uses one; 0: matrices [inner, width]
     tiles: int = 1  # of rows
-    unroll: int = 1  # blocks whose weights are asked for at once
-    warpgroups: int = 1  # of a CTA; each multiplies a part of the inner dimension
+    unroll: int = 1  # blocks of a step
+    depth: int = 1  # steps whose weights are in flight
+    across: int = 4  # warps of a CTA side by side: each has other columns
+    along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
+    tiled: bool = False
 
     @property
     def columns(self) -> int:
@@ -37,8 +41,8 @@ class PackedProductConfig:
 
     @property
     def strip(self) -> int:
-        """Columns of a CTA: four warps of eight groups of threads."""
-        return 32 * self.columns
+        """Columns of a CTA. A warp has eight groups of threads."""
+        return 8 * self.across * self.columns
 
     @property
     def tile_rows(self) -> int:
@@ -59,7 +63,12 @@ class PackedProductConfig:
     @property
     def parts(self) -> int:
         """Of the inner dimension."""
-        return self.warpgroups * self.splits
+        return self.along * self.splits
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a CTA."""
+        return self.across * self.along // 4
 
     @property
     def chunks(self) -> int:
@@ -82,9 +91,24 @@ class PackedProductConfig:
         return self.strip + 4
 
     @property
-    def shared_floats(self) -> int:
+    def sum_floats(self) -> int:
         """Of the partial sums of a CTA."""
-        return self.warpgroups * self.tile_rows * self.pitch
+        return self.along * self.tile_rows * self.pitch
+
+    @property
+    def row_pieces(self) -> int:
+        """Pieces of 8 inputs of a row of x that a CTA multiplies, at most."""
+        return -(-self.chunks // self.splits) * self.unroll * BLOCK // 8
+
+    @property
+    def row_bytes(self) -> int:
+        """From one row of x to the next in shared memory; an odd number of half lines keeps loads free of conflicts."""
+        return -(-16 * self.row_pieces // 128) * 128 + 64
+
+    @property
+    def shared_floats(self) -> int:
+        """Of a CTA: sums, then rows of x."""
+        return self.sum_floats + min(self.tile_rows, self.rows) * self.row_bytes // 4
 
 
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
@@ -109,7 +133,11 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(not nested, f"groups of {c.group}: a step of {BLOCK * c.unroll} inputs has parts of some")
     refuse(any(w % c.columns or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {c.columns}")
     refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
-    refuse(c.warpgroups > MAX_PARTS_OF_CTA or c.splits > MAX_SPLITS, f"{c.warpgroups} x {c.splits} parts: too many")
+    if c.unroll and c.splits:
+        refuse(4 * c.shared_floats > SHARED_BYTES, f"{4 * c.shared_floats} bytes of shared memory: too many")
+    warps = c.across * c.along
+    refuse(c.across not in (1, 2, 4) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
+    refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")
     return reasons
 
 
@@ -117,11 +145,12 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
 def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductConfig | None:
     """The config of these sizes with the fastest parts by `cost`; None where the kernel does not serve them."""
     base = PackedProductConfig(**fields)
-    unrolls = ((4, 2, 1) if base.tile_rows == 8 else (2, 1)) if BITS.get(base.format) == 4 else (1,)
+    unrolls = (2, 1) if BITS.get(base.format) == 4 else (1,)
     for unroll in unrolls:
+        depth = 6 // unroll // (base.tile_rows // 8)
         ways = [
-            dataclasses.replace(base, unroll=unroll, warpgroups=warpgroups, splits=splits)
-            for warpgroups in (1, 2, 4)
+            dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
+            for across, along in ((4, 1), (4, 2), (4, 4), (1, 8), (1, 16))
             for splits in range(1, MAX_SPLITS + 1)
         ]
         ways = [way for way in ways if not supports(way, chip=chip)]

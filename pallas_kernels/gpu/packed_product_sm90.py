@@ -23,7 +23,8 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir.dialects import arith
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
@@ -75,6 +76,7 @@ class _Strip:
     width: object  # i32, of the matrix
     column: object  # i32, of the strip's first
     count: object  # i32, rows
+    wg: object  # i32, of the thread
 
 
 def _multiply(cfg: PackedProductConfig, refs, sums):
@@ -85,19 +87,20 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
     def multiply(ctx, *args):
         *given, sums, strip, tile, split, wg = args
         strip, tile, split, wg = map(ptx.scalar_value, (strip, tile, split, wg))
-        here = _strip(cfg, [ptx.pointer(ref, 0) for ref in given], strip, tile)
+        here = _strip(cfg, [ptx.pointer(ref, 0) for ref in given], strip, tile, wg)
         base = ptx.pointer(sums, 3)
-        acc = _sum_of_part(cfg, here, ptx.add(ptx.mul(split, cfg.warpgroups), wg))
-        _store_sums(cfg, base, wg, acc)
+        warp = ptx.add(ptx.mul(wg, 4), ptx.lane_position()[3])
+        across, along = arith.remui(warp, ptx.i32(cfg.across)), arith.divui(warp, ptx.i32(cfg.across))
+        acc = _sum_of_part(cfg, here, base, split, along, across)
+        _store_sums(cfg, base, along, across, acc)
         _wait_for_all(cfg)
         _add_up(cfg, here, base, split, wg)
-        if cfg.splits > 1:  # shared memory must stay until the others have read it
-            _wait_for_all(cfg)
+        _wait_to_leave(cfg)
 
     multiply(*refs, sums, *map(lax.axis_index, ("strip", "tile", "split", "wg")))
 
 
-def _strip(cfg: PackedProductConfig, addresses, strip, tile) -> _Strip:
+def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
     x, *rest = addresses
     if cfg.experts:
         tiles, *rest = rest
@@ -129,6 +132,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile) -> _Strip:
         width=width,
         column=ptx.mul(arith.subi(strip, select([ptx.i32(first) for first in cfg.first_strips])), cfg.strip),
         count=count,
+        wg=wg,
     )
 
 
@@ -150,31 +154,70 @@ def _place(base, row, width, column, size: int):
     return arith.addi(base, arith.muli(at, ptx.i64(size)))
 
 
-def _sum_of_part(cfg: PackedProductConfig, here: _Strip, part) -> list:
-    """Sums of a part of the inner dimension: [tile of 16 columns][tile of 8 rows][4] floats, as mma has them."""
-    g, t, _, warp = ptx.lane_position()
-    column = ptx.add(here.column, ptx.mul(warp, 8 * cfg.columns), ptx.mul(g, cfg.columns))
+def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, across) -> list:
+    """Sums of a warp's part of the inner dimension: [tile of 16 columns][tile of 8 rows][4] floats, as mma has them.
+
+    `depth` steps are in flight: what a step has used is replaced by what the step `depth` later needs.
+    """
+    g, t, _, _ = ptx.lane_position()
+    column = ptx.add(here.column, ptx.mul(across, 8 * cfg.columns), ptx.mul(g, cfg.columns))
     column = arith.select(ptx.less(column, here.width), column, ptx.i32(0))  # a column past the end is not stored
     edge = lambda p: arith.divui(ptx.mul(p, cfg.chunks), ptx.i32(cfg.parts))
+    part = ptx.add(ptx.mul(split, cfg.along), along)
     first = edge(part)
     count = arith.subi(edge(ptx.add(part, ptx.i32(1))), first)
+    places = _places(cfg, here, column, t)
+    at = lambda i: ptx.add(first, i)
+    is_step = lambda i: ptx.less(i, count)
+    weights = lambda i: _load_weights(cfg, places, at(i), ptx.bool_to_i32(is_step(i)))
+    start = [weights(ptx.i32(j)) for j in range(cfg.depth)]
+    begin = edge(ptx.mul(split, cfg.along))
+    _copy_rows(cfg, here, base, begin)
     rows = []
     for n in range(cfg.tile_rows // 8):
         row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
-        start = arith.addi(here.x, arith.muli(ptx.to_i64(row), ptx.i64(2 * cfg.inner)))
-        rows.append(arith.addi(start, ptx.to_i64(ptx.mul(t, 16))))
-    load = functools.partial(_load_weights, cfg, here, column, t)
+        rows.append(ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(t, 16)))
+
+    def turn(k, carry):
+        slots, acc = carry
+        for j in range(cfg.depth):
+            i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
+            xs = functools.partial(_load_rows, cfg, rows, arith.subi(at(i), begin))
+            _hold()
+            acc = _where(is_step(i), lambda acc=acc, j=j, xs=xs: _multiply_chunk(cfg, slots[j], xs(), acc), acc)
+            slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
+        return slots, acc
+
     acc = [[[ptx.f32(0.0)] * 4 for _ in rows] for _ in range(cfg.columns // 2)]
+    turns = arith.divui(ptx.add(count, ptx.i32(cfg.depth - 1)), ptx.i32(cfg.depth))
+    return _loop(turns, (start, acc), turn)[1]
 
-    def step(i, carry):
-        weights, acc = carry
-        chunk = ptx.add(first, i)
-        xs = _load_rows(cfg, rows, chunk)
-        after = ptx.add(i, ptx.i32(1))
-        following = load(ptx.add(chunk, ptx.i32(1)), ptx.bool_to_i32(ptx.less(after, count)))
-        return following, _multiply_chunk(cfg, weights, xs, acc)
 
-    return _loop(count, (load(first, ptx.i32(1)), acc), step)[1]
+def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
+    """The CTA's part of the rows of x to SMEM, behind the sums: [rows, row_bytes]."""
+    threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
+    own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
+    rows = min(cfg.tile_rows, cfg.rows)
+    for start in range(0, rows * pieces, threads):
+        number = ptx.add(own, ptx.i32(start))
+        row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
+        column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
+        is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
+        to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
+        source = _place(here.x, row, ptx.i32(cfg.inner), column, 2)
+        text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
+        ptx.asm(text, "r,l,r", to, source, ptx.bool_to_i32(is_used))
+    _wait_for_rows()
+
+
+def _wait_for_rows():
+    """What the threads of the CTA copied is there."""
+    ptx.asm("cp.async.wait_all; bar.sync 0;", "")
+
+
+def _hold():
+    """Loads before it stay before it. ptxas would move them to where what they load is used, and wait there."""
+    ptx.asm("bar.warp.sync 0xffffffff;", "")
 
 
 def _loop(count, carry, step):
@@ -182,63 +225,116 @@ def _loop(count, carry, step):
     return utils.fori(count, carry)(step).results
 
 
-def _load(place, words: int, is_used, cached: bool = True) -> list:
-    """32-bit words from GMEM; what they hold is undefined where is_used is 0."""
-    kind = "" if words == 1 else f".v{words}"
-    names = "$0" if words == 1 else "{" + ", ".join(f"${i}" for i in range(words)) + "}"
-    hint = "" if cached else ".L1::no_allocate"
-    text = f"{{ .reg .pred p; setp.ne.u32 p, ${words + 1}, 0; @p ld.global.nc{hint}{kind}.b32 {names}, [${words}]; }}"
-    constraints = ",".join(["=r"] * words) + ",l,r"
-    if words == 1:
-        return [ptx.asm_value(text, constraints, place, is_used)]
-    return ptx.asm_values(text, constraints, words, place, is_used)
+def _where(condition, compute, otherwise):
+    """compute() where the condition holds for the warp, else the other values."""
+    values, tree = jax.tree.flatten(otherwise)  # a branch also keeps the compiler from mixing steps, for which it has
+    # too few registers
+    branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(jax.tree.leaves(compute()))
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(values)
+    return jax.tree.unflatten(tree, list(branch.results))
+
+
+def _load(places: list, words: int, is_used, cached: bool = True) -> list:
+    """32-bit words from each place in GMEM; what they hold is undefined where is_used is 0."""
+    count = words * len(places)
+    kind, hint = "" if words == 1 else f".v{words}", "" if cached else ".L1::no_allocate"
+    text = f"{{ .reg .pred p; setp.ne.u32 p, ${count + len(places)}, 0; "
+    for i, _ in enumerate(places):
+        names = ", ".join(f"${words * i + k}" for k in range(words))
+        names = names if words == 1 else f"{{{names}}}"
+        text += f"@p ld.global{hint}{kind}.b32 {names}, [${count + i}]; "
+    constraints = ",".join(["=r"] * count + ["l"] * len(places) + ["r"])
+    if count == 1:
+        return [ptx.asm_value(text + "}", constraints, *places, is_used)]
+    return ptx.asm_values(text + "}", constraints, count, *places, is_used)
+
+
+def _in_fours(words: list, each: int) -> list:
+    return [words[i : i + each] for i in range(0, len(words), each)]
 
 
 def _load_rows(cfg: PackedProductConfig, rows, chunk) -> list:
     """[block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block."""
-    at = ptx.to_i64(ptx.mul(chunk, 2 * BLOCK * cfg.unroll))
-    places = [arith.addi(row, at) for row in rows]
-    one = lambda place, b: _load(arith.addi(place, ptx.i64(2 * BLOCK * b)), 4, ptx.i32(1))
-    return [[one(place, b) for place in places] for b in range(cfg.unroll)]
+    at = ptx.mul(chunk, 2 * BLOCK * cfg.unroll)
+    text = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
+    one = lambda row, b: ptx.asm_values(text.format(2 * BLOCK * b), "=r,=r,=r,=r,r", 4, ptx.add(row, at))
+    return [[one(row, b) for row in rows] for b in range(cfg.unroll)]
 
 
-def _load_weights(cfg: PackedProductConfig, here: _Strip, column, t, chunk, is_used) -> tuple[list, list, list]:
+@dataclasses.dataclass(frozen=True)
+class _Places:
+    """Where a thread's weights of the first input are: i64 addresses, and i32 bytes from one row of an array to the next."""
+
+    values: object
+    value_row: object
+    scales: object
+    scale_row: object
+    zeros: object  # or None
+    width: object
+
+
+def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
+    size, scale = (4 if BITS[cfg.format] == 4 else 1), _bytes(cfg.scale_dtype)
+    row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
+    if cfg.tiled:
+        g = ptx.lane_position()[0]
+        panel = arith.divui(arith.subi(column, ptx.mul(g, cfg.columns)), ptx.i32(8 * cfg.columns))
+        inside = ptx.mul(ptx.lane_position()[2], 16)
+        start = arith.addi(here.values, arith.muli(ptx.to_i64(panel), ptx.i64(cfg.inner * 16)))
+        return _Places(
+            values=arith.addi(start, ptx.to_i64(inside)), value_row=ptx.i32(128),
+            scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
+            zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
+        )  # fmt: skip
+    return _Places(
+        values=_place(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
+        scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
+        zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
+    )  # fmt: skip
+
+
+def _rows_on(start, row, row_bytes):
+    """An address, so many rows on."""
+    return arith.addi(start, arith.muli(ptx.to_i64(row), ptx.to_i64(row_bytes)))
+
+
+def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> tuple[list, list, list]:
     """(codes of each block, words of scales of each run, words of zero points of each run)"""
-    values, scales, zeros = [], [], []
+    rows = 4 if BITS[cfg.format] == 4 else BLOCK  # of a block
+    starts, scales, zeros = [], [], []
     for b in range(cfg.unroll):
-        block = ptx.add(ptx.mul(chunk, cfg.unroll), ptx.i32(b))
-        values.append(_load_codes(cfg, here, column, t, block, is_used))
-        if b % cfg.run == 0:
-            group = arith.divui(ptx.mul(block, BLOCK), ptx.i32(cfg.group))
-            if not cfg.is_whole:
-                scales.append(_load_scales(cfg, here, group, column, is_used))
-            if here.zeros is not None:
-                place = _place(here.zeros, group, here.width, column, 1)
-                zeros.append(_load(place, cfg.columns // 4, is_used))
+        first = ptx.add(ptx.mul(chunk, cfg.unroll * rows), ptx.i32(b * rows))
+        more = range(1 if BITS[cfg.format] == 4 else 8)
+        starts += [_rows_on(places.values, ptx.add(first, ptx.i32(k)), places.value_row) for k in more]
+    each = 4 if BITS[cfg.format] == 4 else cfg.columns // 4
+    loaded = _in_fours(_load(starts, each, is_used, cached=False), each)
+    values = loaded if BITS[cfg.format] == 4 else _in_fours(loaded, 8)
+    for b in range(0, cfg.unroll, cfg.run):
+        group = _group(cfg, chunk, b)
+        if not cfg.is_whole:
+            scales.append(_load_scales(cfg, _rows_on(places.scales, group, places.scale_row), is_used))
+        if places.zeros is not None:
+            zeros.append(_load([_rows_on(places.zeros, group, places.width)], cfg.columns // 4, is_used))
     return values, scales, zeros
 
 
-def _load_codes(cfg: PackedProductConfig, here: _Strip, column, t, block, is_used) -> list:
-    """The thread's words of a block: of 4 bits one for each column, of 8 bits columns / 4 for each of 8 inputs."""
-    if BITS[cfg.format] == 4:
-        place = _place(here.values, ptx.add(ptx.mul(block, 4), t), here.width, column, 4)
-        return _load(place, 4, is_used, cached=False)
-    place = _place(here.values, ptx.add(ptx.mul(block, BLOCK), ptx.mul(t, 8)), here.width, column, 1)
-    words = []
-    for _ in range(8):
-        words.append(_load(place, cfg.columns // 4, is_used, cached=False))
-        place = arith.addi(place, ptx.to_i64(here.width))
-    return words
+def _group(cfg: PackedProductConfig, chunk, b: int):
+    """The number of the group of block b of a step."""
+    if cfg.is_whole:
+        return ptx.i32(0)
+    step = BLOCK * cfg.unroll
+    if cfg.group >= step:
+        return arith.divui(chunk, ptx.i32(cfg.group // step))
+    return ptx.add(ptx.mul(chunk, step // cfg.group), ptx.i32(BLOCK * b // cfg.group))
 
 
-def _load_scales(cfg: PackedProductConfig, here: _Strip, group, column, is_used) -> list:
-    size = _bytes(cfg.scale_dtype)
-    place = _place(here.scales, group, here.width, column, size)
-    words = []
-    for at in range(0, cfg.columns * size, 16):
-        some = min(4, cfg.columns * size // 4)
-        words += _load(arith.addi(place, ptx.i64(at)), some, is_used)
-    return words
+def _load_scales(cfg: PackedProductConfig, place, is_used) -> list:
+    size = cfg.columns * _bytes(cfg.scale_dtype)
+    places = [arith.addi(place, ptx.i64(at)) for at in range(0, size, 16)]
+    return _load(places, min(4, size // 4), is_used)
 
 
 def _float(cfg: PackedProductConfig, words, i: int):
@@ -251,58 +347,76 @@ def _float(cfg: PackedProductConfig, words, i: int):
 
 
 def _multiply_chunk(cfg: PackedProductConfig, weights, xs, acc) -> list:
-    """acc + the products of a step."""
+    """acc + the products of a step.
+
+    Where codes stand for numbers less an offset (of the format, or a zero point), mma multiplies the codes, and the
+    offset times the sum of the inputs is taken off at the end of the run: a subtraction of a sum, not of each weight.
+    That sum of inputs is mma's, too, with a matrix of ones.
+    """
     values, scales, zeros = weights
-    sums = acc if cfg.is_whole else None
-    for b in range(cfg.unroll):
-        run = b // cfg.run
-        if sums is None:
-            sums = [[[ptx.f32(0.0)] * 4 for _ in tiles] for tiles in acc]
-        pairs = _pairs(cfg, values[b], zeros[run] if zeros else None)
-        for s in range(2):
-            for m, tiles in enumerate(sums):
-                low, high = pairs[2 * m], pairs[2 * m + 1]
-                a = low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]
-                for n in range(len(tiles)):
-                    tiles[n] = ptx.mma(a, xs[b][n][2 * s : 2 * s + 2], tiles[n], "bfloat16")
-        if not cfg.is_whole and (b + 1) % cfg.run == 0:
-            acc, sums = _scaled(cfg, acc, sums, scales[run]), None
-    return acc if sums is None else sums
+    has_offset = cfg.has_zeros or codes.offset(cfg.format) != 0.0
+    ones = [ptx.i32(0x3F803F80)] * 4
+    for first in range(0, cfg.unroll, cfg.run):
+        run = first // cfg.run
+        sums = acc if cfg.is_whole and not has_offset else [[[ptx.f32(0.0)] * 4 for _ in tiles] for tiles in acc]
+        sums = [list(tiles) for tiles in sums]
+        of_inputs = [[ptx.f32(0.0)] * 4 for _ in acc[0]]
+        for b in range(first, first + cfg.run):
+            pairs = [_pairs(cfg, values[b], i) for i in range(cfg.columns)]
+            for s in range(2):
+                at = lambda n, b=b, s=s: xs[b][n][2 * s : 2 * s + 2]
+                if has_offset:
+                    of_inputs = [ptx.mma(ones, at(n), old, "bfloat16") for n, old in enumerate(of_inputs)]
+                for m, tiles in enumerate(sums):
+                    low, high = pairs[2 * m], pairs[2 * m + 1]
+                    a = low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]
+                    for n in range(len(tiles)):
+                        tiles[n] = ptx.mma(a, at(n), tiles[n], "bfloat16")
+        if has_offset:
+            sums = _without_offsets(cfg, sums, of_inputs, zeros[run] if zeros else None)
+        acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run], has_offset)
+    return acc
 
 
-def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
+def _each(acc, function) -> list:
+    """function(column of the thread, tile of rows, element of mma) of each number."""
+    element = lambda m, n, e: function(2 * m + e // 2, n, e, m)
+    return [[[element(m, n, e) for e in range(4)] for n in range(len(acc[0]))] for m in range(len(acc))]
+
+
+def _without_offsets(cfg: PackedProductConfig, sums, of_inputs, zeros) -> list:
+    """sums - offset of the column * sum of the row's inputs."""
+    offset = ptx.f32(-codes.offset(cfg.format))
+    offsets = [offset] * cfg.columns
+    if zeros is not None:
+        zero = [ptx.float_of_byte(zeros[i // 4], i % 4) for i in range(cfg.columns)]
+        offsets = [arith.subf(offset, z) for z in zero]
+    return _each(sums, lambda i, n, e, m: ptx.fma(offsets[i], of_inputs[n][e], sums[m][n][e]))
+
+
+def _scaled(cfg: PackedProductConfig, acc, sums, words, is_apart: bool) -> list:
     """acc + scales * sums."""
+    if words is None:
+        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if is_apart else sums
     factors = [_float(cfg, words, i) for i in range(cfg.columns)]
-    both = lambda m, old, new: [ptx.fma(new[i], factors[2 * m + i // 2], old[i]) for i in range(4)]
-    return [
-        [both(m, old, new) for old, new in zip(*tiles, strict=True)]
-        for m, tiles in enumerate(zip(acc, sums, strict=True))
-    ]
+    return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 
 
-def _pairs(cfg: PackedProductConfig, words, zeros) -> list:
-    """For each column, the four pairs of its 8 inputs, less their zero point."""
-    pairs = []
-    for i in range(cfg.columns):
-        if BITS[cfg.format] == 4:
-            own = codes.pairs_of_word(cfg.format, words[i])
-        else:
-            at = lambda j, i=i: words[j][i // 4]
-            own = [codes.pair_of_bytes(cfg.format, at(2 * j), at(2 * j + 1), i % 4) for j in range(4)]
-        less = codes.offset(cfg.format)
-        if zeros is not None:
-            less = codes.with_zero(cfg.format, ptx.byte_permute(zeros[i // 4], i % 4))
-        pairs.append(own if less is None else [codes.subtract(pair, less) for pair in own])
-    return pairs
+def _pairs(cfg: PackedProductConfig, words, i: int) -> list:
+    """The four pairs of the 8 inputs of a column of the thread."""
+    if BITS[cfg.format] == 4:
+        return codes.pairs_of_word(cfg.format, words[i])
+    at = lambda j: words[j][i // 4]
+    return [codes.pair_of_bytes(cfg.format, at(2 * j), at(2 * j + 1), i % 4) for j in range(4)]
 
 
-def _store_sums(cfg: PackedProductConfig, base, wg, acc):
-    """This warpgroup's sums to SMEM, [warpgroups, tile_rows, pitch] floats."""
-    g, t, _, warp = ptx.lane_position()
-    column = ptx.add(ptx.mul(warp, 8 * cfg.columns), ptx.mul(g, cfg.columns))
+def _store_sums(cfg: PackedProductConfig, base, along, across, acc):
+    """This warp's sums to SMEM, [along, tile_rows, pitch] floats."""
+    g, t, _, _ = ptx.lane_position()
+    column = ptx.add(ptx.mul(across, 8 * cfg.columns), ptx.mul(g, cfg.columns))
     for n in range(cfg.tile_rows // 8):
         for k in range(2):
-            row = ptx.add(ptx.mul(wg, cfg.tile_rows), ptx.i32(8 * n + k), ptx.mul(t, 2))
+            row = ptx.add(ptx.mul(along, cfg.tile_rows), ptx.i32(8 * n + k), ptx.mul(t, 2))
             place = ptx.add(base, ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4))
             own = [acc[i // 2][n][k + 2 * (i % 2)] for i in range(cfg.columns)]
             for i in range(0, cfg.columns, 4):
@@ -318,9 +432,15 @@ def _wait_for_all(cfg: PackedProductConfig):
         ptx.asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
 
 
+def _wait_to_leave(cfg: PackedProductConfig):
+    """Shared memory must stay until the others of the cluster have read it. Nothing was written for them."""
+    if cfg.splits > 1:
+        ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
+
+
 def _add_up(cfg: PackedProductConfig, here: _Strip, base, split, wg):
     """Each thread of the cluster adds up some numbers of y, and stores them."""
-    threads = 128 * cfg.parts
+    threads = 128 * cfg.warpgroups * cfg.splits
     own = ptx.add(ptx.mul(ptx.add(ptx.mul(split, cfg.warpgroups), wg), 128), ptx.thread_index())
     peers = [base] if cfg.splits == 1 else [_of_peer(base, rank) for rank in range(cfg.splits)]
     space = "shared" if cfg.splits == 1 else "shared::cluster"
@@ -332,7 +452,7 @@ def _add_up(cfg: PackedProductConfig, here: _Strip, base, split, wg):
         is_used = ptx.bool_to_i32(is_used)
         inside, total = ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4), None
         for peer in peers:
-            for part in range(cfg.warpgroups):
+            for part in range(cfg.along):
                 offset = 4 * part * cfg.tile_rows * cfg.pitch
                 text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.{}.f32 $0, [$1+{}]; }}"
                 value = ptx.asm_value(text.format(space, offset), "=&f,r,r", ptx.add(peer, inside), is_used)
@@ -351,7 +471,7 @@ def _one_scale(cfg: PackedProductConfig, here: _Strip, column, is_used):
     """The only scale of a column."""
     odd = arith.andi(column, ptx.i32(1)) if _bytes(cfg.scale_dtype) == 2 else ptx.i32(0)
     place = _place(here.scales, ptx.i32(0), here.width, arith.subi(column, odd), _bytes(cfg.scale_dtype))
-    return _float(cfg, [arith.shrui(_load(place, 1, is_used)[0], ptx.mul(odd, 16))], 0)
+    return _float(cfg, [arith.shrui(_load([place], 1, is_used)[0], ptx.mul(odd, 16))], 0)
 
 
 def _store(dtype: str, place, value, is_used):

@@ -73,6 +73,7 @@ def _kernel(cfg: WarpKernelConfig, *gmem):
     smem = dict(k_tile=tile(cfg.kv_dtype, stages, block, cfg.head_dim))
     smem["v_tile"] = tile(cfg.kv_dtype, stages, block, cfg.v_head_dim)
     smem |= dict(stats=plgpu.SMEM((64,), jnp.float32), piece_box=plgpu.SMEM((wl.INFO_COLUMNS,), jnp.int32))
+    smem["pool_rows"] = plgpu.SMEM((2, block), jnp.int32)
     if cfg.wide_tiles:
         smem["q_tile"] = tile(cfg.dtype, cfg.tile_halves, WARPGROUP_ROWS, cfg.head_dim)
     if cfg.wide_tiles and cfg.quantised:

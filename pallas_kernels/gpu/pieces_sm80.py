@@ -49,26 +49,30 @@ class BlockReader:
         kind |= dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
         return copies.pool_rows(table, self.piece[wl.REQ], self.piece[HEAD], *self._where(i), **kind)
 
-    def _copy(self, pool, tile, dim, i, rows, scales=()):
-        block = self.cfg.block_kv
+    def _box(self, i):
+        """Where the rows of block i lie; those of block i + 2 replace them."""
+        return self.refs.pool_rows.at[lax.rem(i, jnp.int32(2))]
+
+    def _copy(self, pool, tile, dim, i, scales=()):
+        block, box = self.cfg.block_kv, self._box(i)
         kind = dict(block=block, dim=dim, dtype=self.cfg.kv_dtype)
 
         @when(i < self.piece.count)
         def _():
-            copies.copy_block(pool, tile.at[self.slot(i)], rows, **kind)
+            copies.copy_block(pool, tile.at[self.slot(i)], box, **kind)
             for n, scale in enumerate(scales):
                 own = self.refs.token_scale.at[self.slot(i), pl.ds(n * block, block)]
-                copies.copy_scales(scale, own, rows, block=block)
+                copies.copy_scales(scale, own, box, block=block)
 
         copies.commit()
 
-    def copy_keys(self, i, rows):
+    def copy_keys(self, i):
         """And both scales of each token."""
         scales = (self.refs.k_token_scale, self.refs.v_token_scale) if self.cfg.token_scales else ()
-        self._copy(self.refs.k, self.refs.k_tile, self.cfg.head_dim, i, rows, scales)
+        self._copy(self.refs.k, self.refs.k_tile, self.cfg.head_dim, i, scales)
 
-    def copy_values(self, i, rows):
-        self._copy(self.refs.v, self.refs.v_tile, self.cfg.v_head_dim, i, rows)
+    def copy_values(self, i):
+        self._copy(self.refs.v, self.refs.v_tile, self.cfg.v_head_dim, i)
 
     def token_scales(self, slot, axis: int):
         """Scales (of keys, of values) of a block, or (None, None); between `keys` and `values` of the block."""
@@ -80,22 +84,25 @@ class BlockReader:
         copies.wait_for_copies(2 * (self.cfg.stages - 1), self.warps)
 
     def start(self):
-        """Copies the first blocks; returns what `step` carries: the rows of the next values and keys."""
+        """Copies the first blocks; returns what a step passes to the next: the rows of block `stages`."""
         stages = self.cfg.stages
         rows = [self.rows(jnp.int32(i)) for i in range(stages + 1)]
         for i in range(stages):
-            self.copy_keys(jnp.int32(i), rows[i])
+            copies.put_rows(self._box(jnp.int32(i)), rows[i], block=self.cfg.block_kv)
+            copies.sync_lanes()
+            self.copy_keys(jnp.int32(i))
             if i < stages - 1:
-                self.copy_values(jnp.int32(i), rows[i])
-        return rows[-2], rows[-1]
+                self.copy_values(jnp.int32(i))
+        return rows[-1]
 
-    def keys(self, j, rows):
+    def keys(self, j):
         """Waits for block j's keys; copies further values."""
         self.wait()
-        self.copy_values(j + self.cfg.stages - 1, rows[0])
+        self.copy_values(j + self.cfg.stages - 1)
 
     def values(self, j, rows):
-        """Waits for block j's values; copies further keys. Returns the next `rows`."""
+        """Waits for block j's values; copies further keys, those of `rows`. Returns the next `rows`."""
+        copies.put_rows(self._box(j + self.cfg.stages), rows, block=self.cfg.block_kv)
         self.wait()
-        self.copy_keys(j + self.cfg.stages, rows[1])
-        return rows[1], self.rows(j + self.cfg.stages + 1)
+        self.copy_keys(j + self.cfg.stages)
+        return self.rows(j + self.cfg.stages + 1)  # a step ahead of its use: it is read from the block table

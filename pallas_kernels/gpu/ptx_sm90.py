@@ -95,6 +95,26 @@ def opaque(x):
     return hide(x)
 
 
+def sync_warpgroup():
+    """Waits for all threads of the warpgroup."""
+
+    @plgpu.inline_mgpu()
+    def sync(ctx):
+        utils.warpgroup_barrier()
+
+    sync()
+
+
+def sync_cluster():
+    """Waits for all threads of the cluster."""
+
+    @plgpu.inline_mgpu()
+    def sync(ctx):
+        asm("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", "")
+
+    sync()
+
+
 def asm_value(text: str, constraints: str, *args, pure: bool = False):
     """Emits inline PTX with one result: f32 where its constraint is =f, else i32."""
     kind = ir.F32Type.get() if constraints.startswith(("=f", "=&f")) else int_type()
@@ -177,6 +197,12 @@ def float_of_f16(word, half: int):
     return asm_value(text, "=f,r", word, pure=True)
 
 
+def float_of_byte(word, byte: int):
+    """The f32 of a signed byte of a word."""
+    number = asm_value(f"bfe.s32 $0, $1, {8 * byte}, 8;", "=r,r", word, pure=True)
+    return asm_value("cvt.rn.f32.s32 $0, $1;", "=f,r", number, pure=True)
+
+
 def byte_permute(word, selector: int):
     """The bytes of a word in the order of the selector's four hexadecimal digits."""
     return asm_value(f"prmt.b32 $0, $1, 0, {selector:#x};", "=r,r", word, pure=True)
@@ -210,6 +236,13 @@ def mma(a, b, c, dtype: str):
         " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     )
     return asm_values(text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f", 4, *a, *b, *c, pure=True)
+
+
+def mma_8(a, b, dtype: str):
+    """a b in f32: a [16, 8] in 2 words, b [8, 8] in 1 word; 4 floats."""
+    kind, zero = {"bfloat16": "bf16", "float16": "f16"}[dtype], f32(0.0)
+    text = f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5}}, {{$6}}, {{$7, $7, $7, $7}};"
+    return asm_values(text, "=f,=f,=f,=f,r,r,r,f", 4, *a, b, zero, pure=True)
 
 
 def flat_row(row, tok0, head0, row0, group: int, heads: int):

@@ -227,7 +227,7 @@ def _store_fragment(ref, fragment, address, nrows, column, stride):
     element = ir.MemRefType(ref.type).element_type
     size = utils.bitwidth(element) // 8
     word_type = ir.IntegerType.get_signless(32)
-    me, bases = thread_index(), []
+    me, bases = thread_index(hidden=True), []
     first = arith.addi(arith.muli(arith.divui(me, i32(32)), i32(16)), arith.divui(arith.remui(me, i32(32)), i32(4)))
     pair_col = arith.addi(column, arith.muli(arith.remui(me, i32(4)), i32(2)))
     for row in (first, arith.addi(first, i32(8))):
@@ -291,19 +291,21 @@ def add_slope(x, factor, slope, shift):
     return add(x, factor, slope, shift)
 
 
-def keep_columns(x, counts):
-    """f32 (64, n) with -inf in row r from column counts[r] on, counts i32 (64,).
+def keep_columns(x, counts, starts=None, *, hidden=False):
+    """f32 (64, n) with -inf in row r from column counts[r] on, and before column starts[r]; i32 (64,) each.
 
-    A thread's columns are its first column plus constants, so each is compared with a constant.
+    A thread's columns are its first column plus constants, so each is compared with a constant. hidden: see
+    ptx.lane_position.
     """
+    bounds = (counts,) if starts is None else (counts, starts)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, _ROW_LAYOUT),
+        arg_types=(plgpu.Layout.WGMMA, *(_ROW_LAYOUT for _ in bounds)),
         return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, plgpu.Layout.WGMMA),
     )
-    def keep(ctx, x, counts):
-        first = arith.muli(arith.remui(thread_index(), i32(4)), i32(2))
-        left = [arith.subi(register_value(r), first) for r in counts.registers.flat]
+    def keep(ctx, x, *bounds):
+        first = arith.muli(arith.remui(thread_index(hidden=hidden), i32(4)), i32(2))
+        left, *before = [[arith.subi(register_value(r), first) for r in b.registers.flat] for b in bounds]
         out, places = x.copy(), list(pair_places(x))
         flat = out.registers.reshape(-1)
         for i, pair in enumerate(x.registers.flat):
@@ -311,13 +313,30 @@ def keep_columns(x, counts):
             new = pair
             for k in range(2):
                 seen = less(i32(col + k), left[second])
+                for start in before:
+                    seen = arith.andi(seen, less(start[second], i32(col + k + 1)))
                 value = arith.select(seen, pair_element(pair, k), f32(-math.inf))
                 new = vector.insert(value, new, [], ir.DenseI64ArrayAttr.get([k]))
             flat[i] = new
         out.registers[...] = flat.reshape(out.registers.shape)
         return out
 
-    return keep(x, counts)
+    return keep(x, *bounds)
+
+
+def row_numbers():
+    """i32 (64,): the number of each row, computed where it is used (see ptx.lane_position)."""
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), jnp.int32, _ROW_LAYOUT))
+    def number(ctx):
+        thread = thread_index(hidden=True)
+        warp, g = arith.divui(thread, i32(32)), arith.divui(arith.remui(thread, i32(32)), i32(4))
+        first = arith.addi(arith.muli(warp, i32(16)), g)
+        out = empty_fragment((WARPGROUP_ROWS,), _ROW_LAYOUT, ir.IntegerType.get_signless(32))
+        fill(out, lambda i: [arith.addi(first, i32(8 * i))])
+        return out
+
+    return number()
 
 
 def scale_rows(x, factors):
@@ -350,7 +369,7 @@ def _store_row_values(ref, rows, address, nrows):
     """Stores one f32 a row, by the first lane of each group of four."""
     base = pointer(ref, 0)
     word_type = ir.IntegerType.get_signless(32)
-    first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread_index(), i32(4)), i32(0))
+    first = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(thread_index(hidden=True), i32(4)), i32(0))
     for (row,), value in zip(rows.layout.thread_idxs(rows.shape), rows.registers.flat, strict=True):
         row = arith.index_cast(word_type, row)
         ok = bool_to_i32(arith.andi(first, less(row, nrows)))

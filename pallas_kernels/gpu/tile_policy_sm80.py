@@ -14,9 +14,12 @@ MOST_STAGES = 4
 LAYOUTS = ((2, 2), (1, 2), (1, 1))
 """(halves of a tile at the same time, CTAs of a multiprocessor), the preferred first. While one CTA waits at the
 start or the end of a piece, the other computes."""
-MOST_COLUMNS_OF_TWO_HALVES = 128
-"""The widest output for which a tile has two halves: the accumulators are half of a thread's registers. On an H200, the
-prompt of 8192 tokens took three quarters of the time of one half, with one CTA of a multiprocessor instead of two."""
+COLUMNS_OF_AN_OPTION = 32
+"""The registers of an option, in columns of the output: so much narrower must it be for a tile to have two halves.
+
+Two halves share each load of a key: on an H200, the prompt of 8192 tokens took three quarters of the time of one half,
+with one CTA of a multiprocessor instead of two. The accumulators are half of a thread's registers; what does not fit
+is spilled (benchmarks/results/<chip>/registers.jsonl)."""
 
 
 def warp_config(*, chip: str, rows: int | None = None, processors: int | None = None, **fields) -> WarpKernelConfig:
@@ -44,7 +47,7 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
 
     tile_halves, stages, and ctas: CTAs of a multiprocessor. halves: a given number of halves, or None.
     """
-    wide = config.long_tiles and config.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES
+    wide = config.long_tiles and config.v_head_dim <= _columns_of_two_halves(config)
     most, tiles = halves or (2 if wide else 1), {}
     for count, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
         config = dataclasses.replace(config, tile_halves=count)
@@ -53,6 +56,14 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
         if stages >= config.least_stages:
             break
     return tiles
+
+
+def _columns_of_two_halves(config: WarpKernelConfig) -> int:
+    """The widest output for which two halves of a tile have registers enough."""
+    rule, known = config.logits, CHIPS.get(config.chip, CHIPS["sm_86"])
+    by_row = rule.has_alibi or rule.score_fn is not None  # numbers of each row stay in registers
+    options = (config.quantised, by_row or bool(rule.soft_cap), config.weight_parts == 2)
+    return known.columns - COLUMNS_OF_AN_OPTION * min(sum(options), 2)
 
 
 def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:

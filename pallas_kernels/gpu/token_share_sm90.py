@@ -58,12 +58,12 @@ class TokenShare:
             totals.append(first)
         return totals
 
-    def store(self, ref, fours):
+    def store(self, ref, fours, row=None):
         """Rounds each four to bf16; the rounded values as f32."""
         rounded = []
         for (quad, ok), four in zip(self.quads, fours, strict=True):
             words = packed(four)
-            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2), ok, *words)
+            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2, row), ok, *words)
             rounded.append(floats(words))
         return rounded
 

@@ -24,6 +24,7 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
+from pallas_kernels.gpu import lanes_sm80 as lanes
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.decode_sm90 import decode_word
@@ -69,7 +70,7 @@ def load_queries(q_ref, tok0, head0, row0, nrows, *, rows8: int, dim: int, dtype
     )
     def load(ctx, q_ref, tok0, head0, row0, nrows):
         tok0, head0, row0, nrows = map(ptx.scalar_value, (tok0, head0, row0, nrows))
-        base, (g, t, _, _) = ptx.pointer(q_ref, 0), ptx.lane_position()
+        base, (g, t, _, _) = ptx.pointer(q_ref, 0), ptx.lane_position(hidden=True)
         words = []
         for n in range(rows8):
             row = ptx.add(g, ptx.i32(8 * n))
@@ -100,10 +101,12 @@ def start_state(*, rows8: int, dim: int):
     return start()
 
 
-def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str, converts_fp8=True):
+def keys_times_queries(
+    k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str, converts_fp8=True, lean: bool = False
+):
     """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an SMEM tile [block, D] times the queries.
 
-    converts_fp8: see decode_sm90.decode_word.
+    converts_fp8: see decode_sm90.decode_word. lean: see softmax_times_values.
     """
     decoded = decode_word(source, target, converts_fp8) if source != target else ""
 
@@ -112,7 +115,7 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
         return_type=plgpu.ShapeDtypeStruct((KEYS, 8 * rows8), jnp.float32, _WGMMA),
     )
     def multiply(ctx, tile, queries, first):
-        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position()
+        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position(hidden=lean)
         words = [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat]
         key = _key_of_lane(first, lane, warp)
         steps = dim // 16
@@ -132,9 +135,11 @@ def keys_times_queries(k_ref, queries, first, *, rows8: int, dim: int, source: s
 
 def softmax_times_values(
     v_ref, x, factor, acc, stats, first, scales=None,
-    *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True,
+    *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True, lean: bool = False,
 ):  # fmt: skip
     """(acc, stats) after keys first .. first + 63. Base-2 logits are x * factor, -inf where masked.
+
+    lean: no shuffles, which may be calls (lanes_sm80.py), and addresses are computed anew for each block.
 
     scales: f32 (64,) of the values, None for 1. target: dtype of both operands of the product. parts: number of
     operands whose sum is a weight; 2 with target bfloat16.
@@ -149,13 +154,13 @@ def softmax_times_values(
         return_type=tuple(plgpu.ShapeDtypeStruct(s, jnp.float32, _WGMMA) for s in shapes),
     )
     def add(ctx, tile, x, factor, acc, stats, first, *own):
-        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position()
+        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position(hidden=lean)
         factor, old, scores = ptx.scalar_value(factor), _floats_of(stats), _scores_of(x, rows8)
         acc, new, weights = _floats_of(acc), [], []
         own = [rows.register_value(r) for scale in own for r in scale.registers.flat]  # of keys g, g + 8
         size = 4 * (dim // 16)  # floats of acc for 8 rows
         for n in range(rows8):
-            stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4])
+            stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4], lean)
             new += stat
             p = [_fmul(x, own[i // 2]) for i, x in enumerate(p)] if own else p
             weights.append([_transposed_weights(part, target) for part in _split(p, parts)])
@@ -218,14 +223,17 @@ def _transposed_weights(p, target: str):
     return [ptx.transpose_8x8(ptx.pack_16bit(p[2 * s], p[2 * s + 1], target)) for s in range(2)]
 
 
-def _softmax(x, factor, stat):
+def _softmax(x, factor, stat, lean: bool):
     """(new max, max, sum, sum), four weights, two factors of the old sums. x: keys g, g+8 for each of rows 2t, 2t+1."""
     new, alphas, p, sums = [], [], [None] * 4, []
-    for e in range(2):
-        top = ptx.fmax(x[e], x[2 + e])
+    tops = [ptx.fmax(x[e], x[2 + e]) for e in range(2)]
+    if lean:
+        tops = lanes.column_maxima([ptx.fmax(top, ptx.f32(lanes.LOWEST)) for top in tops])
+    else:
         for distance in (4, 8, 16):
-            top = ptx.fmax(top, ptx.shuffle_xor(top, distance))
-        top = ptx.fmax(stat[e], _fmul(top, factor))
+            tops = [ptx.fmax(top, ptx.shuffle_xor(top, distance)) for top in tops]
+    for e in range(2):
+        top = ptx.fmax(stat[e], _fmul(tops[e], factor))
         alpha, lower = ptx.exp2(arith.subf(stat[e], top)), arith.negf(top)
         for s in range(2):
             p[2 * s + e] = ptx.exp2(ptx.fma(x[2 * s + e], factor, lower))
@@ -235,7 +243,10 @@ def _softmax(x, factor, stat):
     return new + sums, p, alphas
 
 
-def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_dim, q_dtype, decoded=True, warps=8):
+def put_state(
+    scratch_ref, stats_ref, acc, stats, wg, n: int,
+    *, rows8, dim, q_dim, q_dtype, decoded=True, warps=8, lean: bool = False,
+):  # fmt: skip
     """Rows 8n .. 8n+7 of each warp -> SMEM: acc to f32 [warps, 8, V] in scratch, (max, sum) to stats [warps, 8, 2].
 
     scratch SMEM [.., q_dim] of q_dtype is used as raw memory. decoded: the values are of 8 bits, see the top.
@@ -244,7 +255,7 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
 
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), _WGMMA, _WGMMA, _SCALAR))
     def put(ctx, scratch, stats_out, acc, stats, wg):
-        g, t, lane, warp = ptx.lane_position()
+        g, t, lane, warp = ptx.lane_position(hidden=True)
         warp = ptx.add(ptx.mul(ptx.scalar_value(wg), 4), warp)
         size = 4 * (dim // 16)
         acc, stat = _floats_of(acc)[n * size : (n + 1) * size], _floats_of(stats)[4 * n : 4 * n + 4]
@@ -259,9 +270,10 @@ def put_state(scratch_ref, stats_ref, acc, stats, wg, n: int, *, rows8, dim, q_d
                     ptx.asm(f"st.shared.f32 [$0+{at}], $1;", "r,f", base, line[0])
                     ptx.asm(f"st.shared.f32 [$0+{at + 32}], $1;", "r,f", base, line[1])
         place, sums = ptx.add(ptx.pointer(stats_out, 3), ptx.mul(row, 8)), list(stat[2:])
+        for distance in () if lean else (4, 8, 16):
+            sums = [_fadd(x, ptx.shuffle_xor(x, distance)) for x in sums]
+        sums = lanes.column_sums(sums) if lean else sums
         for e in range(2):
-            for distance in (4, 8, 16):
-                sums[e] = _fadd(sums[e], ptx.shuffle_xor(sums[e], distance))
             text = f"{{ .reg .pred p; setp.lt.u32 p, $1, 4; @p st.shared.v2.f32 [$0+{8 * e}], {{$2, $3}}; }}"
             ptx.asm(text, "r,r,f,f", place, lane, stat[e], sums[e])
 
@@ -283,7 +295,7 @@ def merge_and_store(
     @plgpu.inline_mgpu(arg_types=(tile, plgpu.RefType(), *gmem, *(_SCALAR,) * 8))
     def join(ctx, scratch, stats, out_ref, lse_ref, part_ref, part_lse_ref, heads_ref, *numbers):
         is_part, slot, scale, tok0, head0, row0, nrows, wg = map(ptx.scalar_value, numbers)
-        _, _, lane, warp = ptx.lane_position()
+        _, _, lane, warp = ptx.lane_position(hidden=True)
         mine = ptx.add(ptx.mul(wg, 4), warp, ptx.i32(line * warps))
         row = ptx.add(mine, ptx.i32(8 * n))
         ok = ptx.less(row, nrows)

@@ -115,7 +115,7 @@ def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: st
 
 
 def rescaled(acc, alpha):
-    """acc * alpha, f32 [64, V] and f32 (64,) of at most 1; a warp of whose rows every alpha is 1 skips the products."""
+    """acc * alpha, f32 [64, V] and f32 (64,) of at most 1; lanes of whose rows every alpha is 1 skip the products."""
     shape = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, _WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA.reduce(1)), return_type=shape)
@@ -125,7 +125,7 @@ def rescaled(acc, alpha):
         flat = [rows.pair_element(pair, k) for pair in acc.registers.flat for k in range(2)]
         count = len(flat)
         text = f"min.f32 y, ${count}, ${count + 1}; setp.lt.f32 p, y, 0f3F800000;"
-        text += " vote.sync.any.pred p, p, -1; @!p bra SAME; "
+        text += " @!p bra SAME; "
         text += " ".join(f"mul.f32 ${k}, ${k}, ${count + second};" for k, second in enumerate(which))
         constraints = ",".join(["=&f"] * count + ["f", "f"] + [str(k) for k in range(count)])
         flat = ptx.asm_values(f"{{ .reg .pred p; .reg .f32 y; {text} SAME: }}", constraints, count, *factors, *flat)

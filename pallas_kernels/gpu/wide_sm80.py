@@ -1,9 +1,8 @@
 """Wide tiles: 64 query rows, or 128, over all keys of a piece; 16 of each 64 rows to a warp. FlashAttention-2's way."""
 
-import functools
-
 import jax.numpy as jnp
 
+from pallas_kernels.gpu import lanes_sm80 as lanes
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import wide_mma_sm80 as wide_mma
@@ -33,16 +32,17 @@ def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
         _rows(cfg, refs, piece, WARPGROUP_ROWS)
 
 
-def _softmax_step(x, c, m, total, acc):
-    """tiles.softmax_step with a maximum that may be too small, by at most MOST_BELOW_MAXIMUM.
+def _softmax_step(cfg: WarpKernelConfig, x, c, m, total, acc):
+    """(p f32, new m, rescaled total with p's sum, rescaled acc). total: what the lanes of a row have is to be added.
 
-    It changes in few blocks after the first, and where no row of a warp changes it, that warp does not rescale acc.
+    The maximum may be too small, by at most MOST_BELOW_MAXIMUM: it changes in few blocks after the first, and lanes
+    whose rows keep it do not rescale acc.
     """
-    top = x.max(axis=1) * c
-    new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m)
+    top = lanes.row_maxima(x) * c
+    new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m) if cfg.lazy_rescale else jnp.maximum(m, top)
     alpha = jnp.exp2(m - new_m)
     p = jnp.exp2(x * c - across_columns(new_m, x.shape))
-    return p, new_m, total * alpha, wide_mma.rescaled(acc, alpha)
+    return p, new_m, total * alpha + lanes.lane_sums(p), wide_mma.rescaled(acc, alpha)
 
 
 def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
@@ -50,7 +50,7 @@ def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
     if not cfg.quantised:
         return tile
     kind = dict(rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target, dst_dim=cfg.head_dim)
-    decode_tile(tile, refs.decoded, **kind, converts_fp8=cfg.converts_fp8)
+    decode_tile(tile, refs.decoded, **kind, converts_fp8=cfg.converts_fp8, hidden=True)
     sync_warps()
     return refs.decoded
 
@@ -65,26 +65,31 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
     reader = BlockReader(cfg, refs, piece, WARPS)
     ids = reader.start()  # its first group of copies has the queries too
     by_row = cfg.logits.has_alibi or cfg.logits.score_fn is not None
-    bounds = lambda: [tiles.row_bounds(cfg, refs, piece, jnp.int32(offset)) for offset in offsets]
-    rows_of_all = bounds() if by_row else None  # else not in registers while blocks without a mask are computed
+    bounds = lambda offset, known: tiles.row_bounds(cfg, refs, piece, jnp.int32(offset), known)
+    known = [bounds(offset, None) if by_row else None for offset in offsets]
     scale = refs.scales[piece[HEAD], 0]
+    by_position = cfg.mask.mask_fn is not None or cfg.qq_bias  # else columns are compared with constants
 
     def step(j, carry, masked):
         states, ids = carry
         slot, kv0 = reader.slot(j), reader.first_key + j * cfg.block_kv
-        reader.keys(j, ids)
+        reader.keys(j)
         keys = _decoded(cfg, refs, refs.k_tile.at[slot], cfg.head_dim, cfg.dtype)
         kind = dict(halves=cfg.tile_halves, block=cfg.block_kv, dim=cfg.head_dim, dtype=cfg.dtype)
         dots = wide_mma.queries_times_keys(refs.q_tile, keys, **kind)
         of_keys, _ = reader.token_scales(slot, 1)
         dots = [multiply_per_key(x, of_keys, 1) for x in dots]
         new, weights = [], []
-        own = rows_of_all or (bounds() if masked else [None] * cfg.tile_halves)
+        own = known  # what the rows see is not in registers while blocks without a mask are computed
+        if masked:
+            own = [bounds(offset, row) for offset, row in zip(offsets, known, strict=True)]
         for row, x, (acc, m, total) in zip(own, dots, states, strict=True):
-            x, c = tiles.logits(cfg, row, x, kv0, scale, masked)
-            step_of = _softmax_step if cfg.lazy_rescale else functools.partial(tiles.softmax_step, cfg)
-            p, m, total, acc = step_of(x, c, m, total, acc)
-            new.append((acc, m, total + p.sum(axis=1)))
+            x, c = tiles.logits(cfg, row, x, kv0, scale, masked and by_position)
+            if masked and not by_position:
+                starts = row.start - kv0 if cfg.mask.left >= 0 or cfg.mask.chunk > 0 else None
+                x = rows.keep_columns(x, row.stop - kv0, starts, hidden=True)
+            p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
+            new.append((acc, m, total))
             _, of_values = reader.token_scales(slot, 1)  # read again: they are not in registers during the softmax
             weights.append(tiles.weight_operands(cfg, p, of_values))
         ids = reader.values(j, ids)
@@ -98,5 +103,5 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
 
     start = tuple(tiles.start_state(cfg.v_head_dim) for _ in offsets)
     states, _ = tiles.loop_over_blocks(cfg, step, tiles.full_block_bounds(piece), (start, ids))
-    for offset, state in zip(offsets, states, strict=True):
-        tiles.finish(cfg, refs, piece, state, jnp.int32(offset))
+    for offset, (acc, m, total) in zip(offsets, states, strict=True):
+        tiles.finish(cfg, refs, piece, (acc, m, lanes.sums_of_lanes(total)), jnp.int32(offset))

@@ -36,8 +36,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.algebra.mask import MaskRule, key_range
+from pallas_kernels.algebra.mask import key_range
 from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.algebra.token_ranges import bounds_of_tokens
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.gather_sm90 import gather
 
@@ -46,7 +47,7 @@ TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAU
 FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
 some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its number of keys; CAUSAL: 1
 if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's.
-With spans in the mask, the rows of info after the tiles hold two numbers a token: see token_ranges."""
+With spans in the mask, the rows of info after the tiles hold two numbers a token: see algebra/token_ranges.py."""
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
@@ -88,7 +89,7 @@ def build_work_list(
 
     causal bool[R] replaces config.mask.causal request by request; it is given exactly when config.per_request_causal.
     rank, local_lens i32[R]: if several ranks hold the keys (config.shards), this one and its number of them.
-    ranges i32[T, 2]: with config.mask.spans, the keys that each token sees, half open: see token_ranges.
+    ranges i32[T, 2]: with config.mask.spans, the keys that each token sees, half open: see algebra/token_ranges.py.
     """
     if (rank is not None, local_lens is not None) != (config.shards.world > 1,) * 2:
         raise ValueError(f"{config.shards=} needs {'rank and local_lens' if config.shards.world > 1 else 'no rank'}")
@@ -103,26 +104,6 @@ def build_work_list(
     order = jnp.argsort(-cost, stable=True)
     info, cost = info[order], cost[order]
     return _with_token_ranges(_assign(info, cost, config), ranges)
-
-
-def token_ranges(query_start_loc, seq_lens, num_tokens: int, rule: MaskRule, causal=None, spans=None, prefix_lens=None):
-    """i32[T, 2] (first key that each token sees, key after the last); (0, 0) of padding.
-
-    spans i32[T, 2]: with rule.spans, the first and last position of each token's span, or (-1, -1). prefix_lens i32[R],
-    if given: instead, the keys of each request's prefix that are before that range.
-    """
-    starts, reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    req = jnp.sum(starts[None, 1:] <= token[:, None], axis=1, dtype=jnp.int32)
-    is_live, req = req < reqs, jnp.minimum(req, reqs - 1)
-    seq = jnp.where(is_live, seq_lens.astype(jnp.int32)[req], 0)
-    position = seq + token - starts[req + 1]
-    own = None if causal is None else causal[req]
-    start, stop = key_range(rule, position, position, seq, own, None if spans is None else (spans[:, 0], spans[:, 1]))
-    start = jnp.maximum(start, 0)
-    if prefix_lens is not None:
-        start, stop = jnp.zeros_like(start), jnp.minimum(prefix_lens[req], start)
-    return jnp.where(is_live[:, None], jnp.stack([start, stop], axis=1), 0)
 
 
 def _with_token_ranges(work: GpuWorkList, ranges) -> GpuWorkList:
@@ -197,7 +178,7 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
         _, first_stop = visible_keys(config, q_first, q_first, seq, causal, rank)
     else:
         tokens = (tok0 + row0 // config.group, tok0 + (row0 + nrows - 1) // config.group)
-        start, stop, last_start, first_stop = _bounds_of_tokens(ranges, *tokens)
+        start, stop, last_start, first_stop = bounds_of_tokens(ranges, *tokens)
     start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
     blk0 = start // block
     nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
@@ -211,18 +192,6 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
     return [column.astype(jnp.int32) for column in columns]
-
-
-def _bounds_of_tokens(ranges, first, last):
-    """i32[tiles] each, of tokens first .. last: smallest start, largest stop, largest start, smallest stop."""
-    token = jnp.arange(ranges.shape[0], dtype=jnp.int32)[None, :]
-    inside = (token >= first[:, None]) & (token <= last[:, None])
-    least = lambda k: jnp.min(jnp.where(inside, ranges[None, :, k], ANY_POSITION), axis=1)
-    most = lambda k: jnp.max(jnp.where(inside, ranges[None, :, k], 0), axis=1)
-    # A token that sees no key begins nowhere: its start must not stretch the range.
-    some = inside & (ranges[:, 1] > ranges[:, 0])[None, :]
-    start = jnp.min(jnp.where(some, ranges[None, :, 0], ANY_POSITION), axis=1)
-    return jnp.where(start == ANY_POSITION, 0, start), most(1), most(0), least(1)
 
 
 def _flat(query_start_loc, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:

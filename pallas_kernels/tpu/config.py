@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.algebra.shards import ShardRule
 
 PACK = 16
 """Query rows that are copied together: a bf16 VMEM tile has 16 sublanes. A query tile is a whole number of packs."""
@@ -35,6 +36,10 @@ class TpuKernelConfig:
     has_sinks: bool = False
     per_head_q_scale: bool = False
     per_request_causal: bool = False
+    layout: str = "HND"  # order of a page: HND [K S D], NHD [S K D]; HND128 [K S*D/128 128], see `beside`
+    token_scales: bool = False  # keys and values have a scale for each token and kv head
+    qq_bias: bool = False  # a bias among a request's new tokens is added to the logits
+    shards: ShardRule = ShardRule()  # the ranks that hold a request's keys
     latent: str = ""  # latent attention: see LATENT_FORMS; "": keys and values of their own
     block_kv: int = 1536  # keys of one block, fetched at once; rounded to whole parts
     part_kv: int = 256  # keys of one part: where keys are masked, a block is computed by parts; rounded to whole pages
@@ -43,6 +48,8 @@ class TpuKernelConfig:
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
+    staged_steps: bool = False  # in steps of many rows, logits and weights are stored in VMEM: few registers spill
+    staged_parts: bool = False  # the same in parts
 
     @property
     def group(self) -> int:
@@ -58,6 +65,47 @@ class TpuKernelConfig:
     def pool_dims(self) -> tuple[int, ...]:
         """Elements of a row of each pool that is read."""
         return (self.key_dim,) if self.latent == "whole" else (self.key_dim, self.v_head_dim)
+
+    @property
+    def beside(self) -> int:
+        """Keys that lie side by side in a row of the pool: in a page of HND128, row r of a head has keys
+        beside * r, beside * r + 1, ... Each group of lanes has products of its own, in which the others are 0."""
+        return LANES // self.head_dim if self.layout == "HND128" else 1
+
+    @property
+    def acc_dim(self) -> int:
+        """Lanes of a row's weighted sum of values, in groups if keys lie side by side."""
+        return self.v_head_dim * self.beside
+
+    def page_dims(self, dim: int) -> tuple[int, int]:
+        """Rows and numbers of a head's page in VMEM."""
+        return self.page_size // self.beside, dim * self.beside
+
+    @property
+    def paged_arrays(self) -> tuple[str, ...]:
+        """What is fetched page by page."""
+        pools = ("k", "v")[: len(self.pool_dims)]
+        return (*pools, "k_token", "v_token") if self.token_scales else pools
+
+    @property
+    def row_arrays(self) -> tuple[str, ...]:
+        """What is fetched with the queries, pack by pack: the range of keys and the biases of each row."""
+        return ("ranges",) * self.has_ranges + ("bias",) * self.qq_bias
+
+    @property
+    def has_ranges(self) -> bool:
+        """Are the keys that each row sees given one by one, instead of by the mask's rule?"""
+        return self.mask.spans or self.shards.world > 1
+
+    @property
+    def bias_lanes(self) -> int:
+        """Lanes of a row's biases: those of a part, over which they are rotated."""
+        return cdiv(self.part_keys, LANES) * LANES
+
+    @property
+    def lse_lanes(self) -> int:
+        """Lanes of the lse, at least one for each kv head."""
+        return cdiv(self.num_kv_heads, LANES) * LANES
 
     @property
     def part_pages(self) -> int:
@@ -85,6 +133,13 @@ class TpuKernelConfig:
         return self.block_pages * self.page_size
 
     @property
+    def staged_keys(self) -> int:
+        """Keys of the buffers for staged logits."""
+        if not self.long_tiles:
+            return 0
+        return self.part_keys * (self.step_parts if self.staged_steps else int(self.staged_parts))
+
+    @property
     def tile_tokens(self) -> int:
         """Queries of a tile, whole tokens."""
         return max(1, self.tile_rows // self.group)
@@ -107,8 +162,8 @@ class TpuKernelConfig:
 
     @property
     def compute_dtype(self) -> str:
-        """Operand dtype of the products: bfloat16 holds every 8-bit value exactly."""
-        return "float32" if "float32" in (self.dtype, self.kv_dtype) else "bfloat16"
+        """Operand dtype of the products: bfloat16 holds every 8-bit value exactly, but no float16."""
+        return "bfloat16" if {self.dtype, self.kv_dtype}.isdisjoint(("float32", "float16")) else "float32"
 
     @property
     def has_functions(self) -> bool:
@@ -124,12 +179,22 @@ class TpuKernelConfig:
     def vmem_bytes(self) -> int:
         """Bytes of VMEM scratch of one launch, lanes padded to 128. Spilled registers need more: supports.SPILL."""
         wide = lambda dim: cdiv(dim, LANES) * LANES
-        stored = sum(wide(dim) for dim in self.pool_dims)
-        item, kv_item = jnp.dtype(self.dtype).itemsize, jnp.dtype(self.kv_dtype).itemsize
-        pages = 2 * self.block_keys * self.num_kv_heads * stored * kv_item
+        item = jnp.dtype(self.dtype).itemsize
         out_item = jnp.dtype(self.out_dtype).itemsize
         packed = 2 * self.rows * self.num_kv_heads * (wide(self.head_dim) * item + wide(self.v_head_dim) * out_item)
-        packed += 2 * self.rows * LANES * 4
+        packed += 2 * self.rows * self.lse_lanes * 4
+        packed += 2 * self.rows * 4 * (LANES * self.has_ranges + self.bias_lanes * self.qq_bias)
         state = self.num_kv_heads * self.rows * (2 * LANES + wide(self.v_head_dim)) * 4
         table = self.num_kv_heads * self.rows * LANES * 4 if self.columns else 0
-        return pages + packed + state + table
+        table += 2 * self.chunk_rows * self.staged_keys * (4 + jnp.dtype(self.compute_dtype).itemsize)
+        return self.page_bytes(self.block_keys) + packed + state + table
+
+    def page_bytes(self, keys: int) -> int:
+        """Bytes of VMEM for the pages of a block of so many keys."""
+        item = jnp.dtype(self.kv_dtype).itemsize
+        stored = keys * item * sum(cdiv(dim, LANES) * LANES for dim in self.pool_dims) // self.beside
+        scales = 4 * cdiv(keys, self.page_size) * cdiv(self.num_kv_heads, 8) * 8 * cdiv(self.page_size, LANES) * LANES
+        if self.layout != "NHD":
+            return 2 * (stored * self.num_kv_heads + 2 * scales * self.token_scales)
+        sublanes = 32 // item  # pages are put into the order HND in a buffer of their own
+        return stored * (2 * cdiv(self.num_kv_heads, sublanes) * sublanes + self.num_kv_heads)

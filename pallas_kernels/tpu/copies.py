@@ -1,51 +1,68 @@
 """The DMA copies between HBM and VMEM. Every start has a wait for the same number of bytes.
 
-Keys and values are copied page by page through the block table, all kv heads of a page in one copy; queries and outputs
-pack by pack. Each half of each double buffer has a semaphore of its own.
+Keys and values are copied page by page through the block table, all kv heads of a page in one copy; queries, what else
+is given for each row, and outputs pack by pack. Each half of each double buffer has a semaphore of its own.
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.config import TpuKernelConfig
-from pallas_kernels.tpu.work_list import FIELDS
+from pallas_kernels.tpu.work_list import fields_of
+
+SEMAPHORES = ("q", "k", "v", "out", "lse", "k_token", "v_token", "ranges", "bias")
+"""Rows of Buffers.sems."""
 
 
 class ScalarRefs(NamedTuple):
     """Refs in SMEM, prefetched."""
 
     count: Any  # i32[1] tiles
-    items: Any  # i32[FIELDS tiles]
+    items: Any  # i32[fields tiles]
     block_table: Any  # i32[R B]
     scales: Any  # f32[2 K] factors of the logits, then of the outputs
 
 
 class HbmRefs(NamedTuple):
-    """Refs in HBM."""
+    """Refs in HBM; None where the layer has no such array."""
 
-    q: Any  # [K packs 16 D]
-    k: Any  # [N K S key_dim]
-    v: Any  # [N K S V]; None where the values are part of the keys
+    q: Any  # [K packs 16 D * beside]
+    k: Any  # [N K S key_dim]; in the layout NHD [N S K key_dim], in HND128 [N K S*D/128 128]
     out: Any  # [K packs 16 V]
-    lse: Any  # f32[packs 16 128]; lane k is kv head k
+    lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k
+    v: Any = None  # the same with V; None where the values are part of the keys
+    k_token: Any = None  # f32[N K S] scales
+    v_token: Any = None  # the same of the values
+    ranges: Any = None  # i32[packs 16 128]; lane 0 is the first key that a row sees, lane 1 the key after the last
+    bias: Any = None  # f32[packs 16 bias_lanes]; lane j is the bias of the row and its request's new token j
 
 
 class Buffers(NamedTuple):
-    """Scratch in VMEM. A leading 2 is the two halves of a double buffer."""
+    """Scratch in VMEM. A leading 2 is the two halves of a double buffer. None as above."""
 
-    q: Any  # [2 K rows/16 16 D]
-    k: Any  # [2 pages K S key_dim]
-    v: Any  # [2 pages K S V], or None as above
+    q: Any  # [2 K rows/16 16 D * beside]
+    k: Any  # [2 pages K *page_dims]; [1 ...] in the layout NHD
     out: Any  # [2 K rows/16 16 V]
-    lse: Any  # f32[2 rows/16 16 128]
+    lse: Any  # f32[2 rows/16 16 lse_lanes]
     m: Any  # f32[K rows 128], all lanes equal
     l: Any  # f32[K rows 128], partial sums: their sum over lanes counts
-    acc: Any  # f32[K rows V]
-    sems: Any  # DMA[5 2]: of q, k, v, out, lse; one for each half
+    acc: Any  # f32[K rows acc_dim]
+    sems: Any  # DMA[SEMAPHORES 2]; one for each half
+    v: Any = None  # the same
+    k_token: Any = None  # f32[2 pages K S]
+    v_token: Any = None
+    ranges: Any = None  # i32[2 rows/16 16 128]
+    bias: Any = None  # f32[2 rows/16 16 bias_lanes]
+    k_fetched: Any = None  # [2 pages S K key_dim], in the layout NHD only
+    v_fetched: Any = None  # [2 pages S K V]
+    s: Any = None  # f32[2 chunk_rows staged_keys] logits of two heads, in the body of many rows
+    p: Any = None  # [2 chunk_rows staged_keys] their weights
 
 
 class TileItem(NamedTuple):
@@ -63,6 +80,8 @@ class TileItem(NamedTuple):
     full_start: jax.Array
     full_end: jax.Array
     causal: jax.Array
+    context: Any = None  # None where fields_of has none
+    rank: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +96,9 @@ class Copies:
 
     def item(self, i) -> TileItem:
         """Tile i's scalars."""
-        tiles = self.s.items.shape[0] // len(FIELDS)
-        return TileItem(*(self.s.items[f * tiles + i] for f in range(len(FIELDS))))
+        names = fields_of(self.config)
+        tiles = self.s.items.shape[0] // len(names)
+        return TileItem(**{name: self.s.items[f * tiles + i] for f, name in enumerate(names)})
 
     def start_keys(self, i, b, side):
         """Starts to fetch the keys and values of block b of tile i."""
@@ -120,22 +140,37 @@ class Copies:
             yield pltpu.make_async_copy(pool.at[page], ref.at[side, j], self.buf.sems.at[at, side])
 
     @property
-    def _pools(self):
-        """(row of the semaphores, pool in HBM, buffer) of the keys, and of the values where they are separate."""
-        pools = ((1, self.hbm.k, self.buf.k), (2, self.hbm.v, self.buf.v))
-        return pools[: len(self.config.pool_dims)]
+    def _pools(self) -> Iterator[tuple[int, Any, Any]]:
+        """(row of the semaphores, array in HBM, buffer) of what is fetched page by page."""
+        for name in self.config.paged_arrays:
+            ordered, fetched = (getattr(self.buf, field, None) for field in (name, f"{name}_fetched"))
+            yield SEMAPHORES.index(name), getattr(self.hbm, name), ordered if fetched is None else fetched
+
+    def order_heads_first(self, item: TileItem, b, side):
+        """Puts the pages of a block that were fetched in the order NHD into that of HND, in VMEM."""
+        buf = self.buf
+
+        def page(j, _):
+            for fetched, ordered in ((buf.k_fetched, buf.k), (buf.v_fetched, buf.v)):
+                ordered[0, j] = jnp.swapaxes(fetched[side, j], 0, 1)
+            return ()
+
+        lax.fori_loop(0, self._live(item, b), page, ())
 
     def start_q(self, i):
-        """Starts to fetch the queries of tile i."""
-        self._each_pack(i, lambda j, pack: self._q(pack, j, i).start())
+        """Starts to fetch the queries of tile i, and what is given for each row."""
+        self._each_pack(i, lambda j, pack: [copy.start() for copy in self._rows(pack, j, i)])
 
     def wait_q(self, i):
         """Waits until they are in VMEM."""
-        self._each_pack(i, lambda j, pack: self._q(pack, j, i).wait())
+        self._each_pack(i, lambda j, pack: [copy.wait() for copy in self._rows(pack, j, i)])
 
-    def _q(self, pack, j, i):
+    def _rows(self, pack, j, i):
         half = lax.rem(i, 2)
-        return pltpu.make_async_copy(self.hbm.q.at[:, pack], self.buf.q.at[half, :, j], self.buf.sems.at[0, half])
+        yield pltpu.make_async_copy(self.hbm.q.at[:, pack], self.buf.q.at[half, :, j], self.buf.sems.at[0, half])
+        for name in self.config.row_arrays:
+            source, target = getattr(self.hbm, name).at[pack], getattr(self.buf, name).at[half, j]
+            yield pltpu.make_async_copy(source, target, self.buf.sems.at[SEMAPHORES.index(name), half])
 
     def start_out(self, i):
         """Starts to write back the output and lse of tile i."""

@@ -18,6 +18,7 @@ few rows instead of a chunk.
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.algebra.checks import check_arrays
+from pallas_kernels.algebra.checks import check_arrays, check_seen
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
-from pallas_kernels.tpu.copies import Buffers, Copies, HbmRefs, ScalarRefs
+from pallas_kernels.tpu.copies import SEMAPHORES, Buffers, Copies, HbmRefs, ScalarRefs
 from pallas_kernels.tpu.query_tile import QueryTile
 from pallas_kernels.tpu.supports import SPILL, supports, supports_batch
 from pallas_kernels.tpu.work_list import TpuWorkList, pack_queries, unpack_rows
@@ -46,29 +47,42 @@ def ragged_paged_attention(
     *,
     alibi_slopes=None,
     sinks=None,
+    qq_bias=None,
     q_scale=None,
     k_scale=None,
     v_scale=None,
+    k_token_scale=None,
+    v_token_scale=None,
     chip: str = "",
     interpret=False,
 ) -> tuple[jax.Array, jax.Array]:
     """softmax(q k^T) v over pages: (out [T, H, V] in config.out_dtype, lse f32[T, H], natural log).
 
-    q [T, H, D]; pools [N, K, S, D] and [N, K, S, V] in their own dtype; block_table i32[R, B], whose unused columns
-    may hold anything. alibi_slopes, sinks f32[H]; q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K]. All scales are
+    q [T, H, D]; pools [N, K, S, D] and [N, K, S, V], or as config.layout says, in their own dtype; block_table
+    i32[R, B], whose unused columns may hold anything. alibi_slopes, sinks f32[H]; qq_bias f32[Q, Q] of new tokens;
+    q_scale f32 or f32[H]; k_scale, v_scale f32 or f32[K]; k_token_scale, v_token_scale f32[N, K, S]. All scales are
     traced: real = stored * scale. A row that sees no key, padding tokens included, gives (0, -inf). chip: the
     generation whose limits are checked. interpret: False, or pltpu.InterpretParams.
     """
-    by_name = dict(q_scale=q_scale, slope=alibi_slopes, sink=sinks)
-    _check(q, k_pages, v_pages, block_table, work, config, by_name, chip)
+    by_name = dict(q_scale=q_scale, slope=alibi_slopes, sink=sinks, qq_bias=qq_bias)
+    tokens = (k_token_scale, v_token_scale)
+    _check(q, k_pages, v_pages, block_table, work, config, by_name, tokens, chip)
     packed = pack_queries(q, work, config)
     scales, columns = logit_and_output_scales(config, q_scale, k_scale, v_scale), row_columns(config, by_name)
-    return launch(config, packed, (k_pages, v_pages), block_table, work, scales, columns, interpret=interpret)
+    pools = (k_pages, v_pages, *(x for x in tokens if x is not None))
+    bias = None if qq_bias is None else bias_rows(qq_bias, work, config)
+    return launch(config, packed, pools, block_table, work, scales, columns, bias, interpret=interpret)
 
 
-def launch(config: TpuKernelConfig, packed, pools, block_table, work: TpuWorkList, scales, columns, *, interpret):
-    """(out [T, H, V], lse f32[T, H]) of packed queries over the pools, each [N, K, S, dim]."""
-    out, lse = _launch(config, packed, pools, block_table, work, scales, columns, interpret=interpret)
+def launch(
+    config: TpuKernelConfig, packed, pools, block_table, work: TpuWorkList, scales, columns, bias=None, *, interpret
+):
+    """(out [T, H, V], lse f32[T, H]) of packed queries over the arrays of config.paged_arrays."""
+    given = dict(ranges=work.ranges, bias=bias)
+    rows = tuple(given[name] for name in config.row_arrays)
+    if config.kv_dtype == "float16":  # which Mosaic does not load
+        pools = tuple(lax.bitcast_convert_type(x, jnp.int16) if x.dtype == jnp.float16 else x for x in pools)
+    out, lse = _launch(config, packed, pools, rows, block_table, work, scales, columns, interpret=interpret)
     by_head = jnp.moveaxis(lse[..., : config.num_kv_heads], -1, 0)[..., None]  # [K packs 16 1]
     return (
         unpack_rows(out, work, config, 0.0),
@@ -94,23 +108,37 @@ def row_columns(c: TpuKernelConfig, by_name) -> jax.Array | None:
     return jnp.tile(by_group, (1, cdiv(c.rows, c.group), 1))[:, : c.rows]
 
 
-def _check(q, k_pages, v_pages, block_table, work: TpuWorkList, config: TpuKernelConfig, by_name, chip: str):
-    c = config
-    tokens, (reqs, columns) = q.shape[0], block_table.shape
-    if reasons := supports(c, chip=chip) + supports_batch(tokens, reqs, columns, c):
+def bias_rows(qq_bias, work: TpuWorkList, c: TpuKernelConfig) -> jax.Array:
+    """f32[packs 16 bias_lanes]: the biases of each row and its request's new tokens; 0 where there is none."""
+    wide = jnp.pad(jnp.asarray(qq_bias, jnp.float32), ((0, 0), (0, c.bias_lanes - qq_bias.shape[1])))
+    return wide.at[work.new].get(mode="fill", fill_value=0)
+
+
+def _check(q, k_pages, v_pages, block_table, work: TpuWorkList, config: TpuKernelConfig, by_name, tokens, chip: str):
+    c, qq_bias = config, by_name["qq_bias"]
+    reqs, columns = block_table.shape
+    size = 0 if qq_bias is None else qq_bias.shape[0]
+    if reasons := supports(c, chip=chip) + supports_batch(q.shape[0], reqs, columns, c, size):
         raise NotImplementedError("; ".join(reasons))
     extra = (
-        ("tokens of the work list", work.row.shape[0], tokens),
+        ("tokens of the work list", work.row.shape[0], q.shape[0]),
+        ("qq_bias given", qq_bias is not None, c.qq_bias),
+        ("token scales given", tuple(x is not None for x in tokens), (c.token_scales,) * 2),
         ("alibi_slopes given", by_name["slope"] is not None, c.logits.has_alibi),
         ("sinks given", by_name["sink"] is not None, c.has_sinks),
         ("q_scale a head", jnp.ndim(by_name["q_scale"]) == 1 if by_name["q_scale"] is not None else False,
          c.per_head_q_scale),
     )  # fmt: skip
-    check_arrays(c, q, k_pages, v_pages, block_table, (c.num_kv_heads, c.page_size), extra)
+    page = (c.page_size, c.num_kv_heads) if c.layout == "NHD" else (c.num_kv_heads, c.page_size)
+    if c.beside > 1:
+        wanted = (c.num_kv_heads, *c.page_dims(c.head_dim))
+        check_seen(("k_pages", k_pages.shape[1:], wanted), ("v_pages", v_pages.shape, (k_pages.shape[0], *wanted)))
+        k_pages, v_pages = (jax.ShapeDtypeStruct((x.shape[0], *page, c.head_dim), x.dtype) for x in (k_pages, v_pages))
+    check_arrays(c, q, k_pages, v_pages, block_table, page, extra)
 
 
-def _launch(config: TpuKernelConfig, q, pools, block_table, work, scales, columns, *, interpret):
-    """(out [K packs 16 V], lse f32[packs 16 128]) of packed q. Rows of no tile are not written."""
+def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, columns, *, interpret):
+    """(out [K packs 16 V], lse f32[packs 16 lse_lanes]) of packed q. Rows of no tile are not written."""
     kv_heads, num_packs = q.shape[:2]
     whole = pl.BlockSpec(memory_space=pl.ANY)
     tables = () if columns is None else (columns,)
@@ -119,49 +147,61 @@ def _launch(config: TpuKernelConfig, q, pools, block_table, work, scales, column
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(ScalarRefs._fields),
             grid=(1,),
-            in_specs=[whole] * (1 + len(pools)) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(tables),
+            in_specs=[whole] * (1 + len(pools) + len(rows)) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(tables),
             out_specs=[whole] * 2,
-            scratch_shapes=_scratch(config),
+            scratch_shapes=list(_scratch(config).values()),
         ),
         out_shape=[
             jax.ShapeDtypeStruct((kv_heads, num_packs, PACK, config.v_head_dim), config.out_dtype),
-            jax.ShapeDtypeStruct((num_packs, PACK, LANES), jnp.float32),
+            jax.ShapeDtypeStruct((num_packs, PACK, config.lse_lanes), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes() + SPILL, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="ragged_latent_attention" if config.latent else "ragged_paged_attention",
-    )(work.count, work.items, block_table.reshape(-1), scales, q, *pools, *tables)
+    )(work.count, work.items, block_table.reshape(-1), scales, q, *pools, *rows, *tables)
 
 
-def _scratch(c: TpuKernelConfig):
-    packs, f32 = c.rows // PACK, jnp.float32
-    return [
-        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.head_dim), jnp.dtype(c.dtype)),
-        *(
-            pltpu.VMEM((2, c.block_pages, c.num_kv_heads, c.page_size, dim), jnp.dtype(c.kv_dtype))
-            for dim in c.pool_dims
-        ),
-        pltpu.VMEM((2, c.num_kv_heads, packs, PACK, c.v_head_dim), jnp.dtype(c.out_dtype)),
-        pltpu.VMEM((2, packs, PACK, LANES), f32),
-        pltpu.VMEM((c.num_kv_heads, c.rows, LANES), f32),
-        pltpu.VMEM((c.num_kv_heads, c.rows, LANES), f32),
-        pltpu.VMEM((c.num_kv_heads, c.rows, c.v_head_dim), f32),
-        pltpu.SemaphoreType.DMA((5, 2)),
-    ]
+def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
+    """The fields of Buffers that this config has."""
+    packs, f32, heads, pages = c.rows // PACK, jnp.float32, c.num_kv_heads, (c.block_pages, c.num_kv_heads)
+    stored = jnp.int16 if c.kv_dtype == "float16" else jnp.dtype(c.kv_dtype)
+    found = dict(
+        q=pltpu.VMEM((2, heads, packs, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype)),
+        out=pltpu.VMEM((2, heads, packs, PACK, c.v_head_dim), jnp.dtype(c.out_dtype)),
+        lse=pltpu.VMEM((2, packs, PACK, c.lse_lanes), f32),
+        m=pltpu.VMEM((heads, c.rows, LANES), f32),
+        l=pltpu.VMEM((heads, c.rows, LANES), f32),
+        acc=pltpu.VMEM((heads, c.rows, c.acc_dim), f32),
+        sems=pltpu.SemaphoreType.DMA((len(SEMAPHORES), 2)),
+    )
+    for name, dim in zip(("k", "v"), c.pool_dims, strict=False):
+        found[name] = pltpu.VMEM((1 if c.layout == "NHD" else 2, *pages, *c.page_dims(dim)), stored)
+        if c.layout == "NHD":
+            found[f"{name}_fetched"] = pltpu.VMEM((2, c.block_pages, c.page_size, heads, dim), stored)
+        if c.token_scales:
+            found[f"{name}_token"] = pltpu.VMEM((2, *pages, c.page_size), f32)
+    if c.staged_keys:
+        step = (2, c.chunk_rows, c.staged_keys)
+        found |= dict(s=pltpu.VMEM(step, f32), p=pltpu.VMEM(step, jnp.dtype(c.compute_dtype)))
+    if c.has_ranges:
+        found["ranges"] = pltpu.VMEM((2, packs, PACK, LANES), jnp.int32)
+    if c.qq_bias:
+        found["bias"] = pltpu.VMEM((2, packs, PACK, c.bias_lanes), f32)
+    return found
 
 
 def _kernel(*refs, config: TpuKernelConfig, num_columns: int):
     """Walks over the tiles. copies.py says what the Refs hold."""
-    # in this order: prefetched scalars; inputs q, pools and, if there are any, columns f32[K rows C]; outputs; scratch
+    # in this order: prefetched scalars; inputs q, what is paged, what each row has and, if there are any, columns
+    # f32[K rows C]; outputs; scratch
     left = iter(refs)
-    read_pools = lambda: (next(left), next(left) if len(config.pool_dims) > 1 else None)
     s = ScalarRefs(*itertools.islice(left, len(ScalarRefs._fields)))
-    q, (k, v) = next(left), read_pools()
+    inputs = {name: next(left) for name in ("q", *config.paged_arrays, *config.row_arrays)}
     columns = next(left) if config.columns else None
-    hbm = HbmRefs(q, k, v, next(left), next(left))
-    buf = Buffers(next(left), *read_pools(), *left)
+    hbm = HbmRefs(**inputs, out=next(left), lse=next(left))
+    buf = Buffers(**dict(zip(_scratch(config), left, strict=True)))
     copies = Copies(config, num_columns, s, hbm, buf)
     count = s.count[0]
 
@@ -186,7 +226,9 @@ def _kernel(*refs, config: TpuKernelConfig, num_columns: int):
             next_i, next_b = jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1)
             pl.when(next_i < count)(lambda: copies.start_keys(next_i, next_b, 1 - side))
             copies.wait_keys(item, b, side)
-            tile.add_block(side, first_key + b * config.block_keys)
+            if config.layout == "NHD":
+                copies.order_heads_first(item, b, side)
+            tile.add_block(0 if config.layout == "NHD" else side, first_key + b * config.block_keys)
             return ()
 
         tile.start()

@@ -4,6 +4,7 @@ Logits are in base 2 (times log2(e)), since the chip's exponential unit computes
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.algebra import mask, softmax
 from pallas_kernels.algebra.logits import shape_logits
@@ -29,7 +31,7 @@ class KeyPart(NamedTuple):
     side: Any  # i32[]
     page: Any  # i32[] first page
     pages: int
-    first: Any  # i32[] position of the first key
+    first: Any  # i32[] index of the first key in its request; with keys on several ranks, among those of this rank
     masked: bool  # False: every row sees every key
 
 
@@ -50,32 +52,58 @@ class QueryTile:
         def fresh(heads, first, rows):
             for head in heads:
                 at = (head, pl.ds(first, rows))
-                m, l, self.buf.acc[at] = softmax.start((rows,), self.c.v_head_dim)
+                m, l, self.buf.acc[at] = softmax.start((rows,), self.c.acc_dim)
                 self.buf.m[at], self.buf.l[at] = _lanes(m, LANES), _lanes(l, LANES)
 
         self._each(fresh)
 
     def add_block(self, side, first_key):
-        """Adds the keys of one half of the buffer, the first of which has position first_key."""
-        self._clear_values(side, first_key)
+        """Adds the keys of one half of the buffer, the first of which has index first_key in its request."""
+        self._clear_outside(side, first_key)
         self._few_or_chunks(
             lambda: self._add_to_few(side, first_key), lambda first: self._add_to_chunk(side, first_key, first)
         )
 
-    def _clear_values(self, side, first_key):
-        """Sets the values outside the tile's range to 0 in the parts that it touches: what lies there may be NaN."""
+    def _clear_outside(self, side, first_key):
+        """Sets the values outside the tile's range to 0 in the parts that it touches: what lies there may be NaN.
+
+        Keys too, where they lie side by side: a key's products include 0 times its neighbours.
+        """
         c, item = self.c, self.item
         values = self.buf.k if self.buf.v is None else self.buf.v
+        pools = [values] if c.beside == 1 else [self.buf.k, self.buf.v]
         start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
 
         def page(j, _):
-            at = first_key + j * c.page_size + lax.broadcasted_iota(jnp.int32, (1, c.page_size, 1), 1)
-            v = values[side, j]
-            values[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), v, jnp.zeros_like(v))
+            at = first_key + j * c.page_size + self._keys_of_page()
+            for pool in pools:
+                x = pool[side, j]
+                pool[side, j] = jnp.where((at >= item.kv_start) & (at < item.kv_end), x, jnp.zeros_like(x))
             return ()
 
         lax.fori_loop(_down(start, c.part_keys) * c.part_pages, _up(start, c.page_size), page, ())
         lax.fori_loop(_down(stop, c.page_size), _up(stop, c.part_keys) * c.part_pages, page, ())
+
+    def _keys_of_page(self):
+        """i32[1 rows 1] or [1 rows 128]: the key of each number of a page of values."""
+        c = self.c
+        rows, lanes = c.page_dims(c.v_head_dim)
+        if c.beside == 1:
+            return lax.broadcasted_iota(jnp.int32, (1, rows, 1), 1)
+        row, lane = (lax.broadcasted_iota(jnp.int32, (1, rows, lanes), axis) for axis in (1, 2))
+        return row * c.beside + self._group_of(lane)
+
+    def _group_of(self, lane):
+        """lane // D, where D is a power of two."""
+        return lane >> (self.c.head_dim.bit_length() - 1)
+
+    def _keys_of_columns(self, count: int):
+        """i32[1 count]: which key of a part each column of its logits is. Groups of lanes follow one another."""
+        column = lax.broadcasted_iota(jnp.int32, (1, count), 1)
+        if self.c.beside == 1:
+            return column
+        group = lax.div(column, jnp.int32(count // self.c.beside))
+        return (column - group * (count // self.c.beside)) * self.c.beside + group
 
     def _add_to_few(self, side, first_key):
         """Where every row sees every key, all at once without a mask; elsewhere only the parts that some row sees."""
@@ -107,7 +135,10 @@ class QueryTile:
 
         def add(part, parts: int, masked: bool):
             keys = KeyPart(side, part * c.part_pages, parts * c.part_pages, first_key + part * c.part_keys, masked)
-            _heads(c, c.long_heads, lambda heads: self._step(keys, heads, first, c.chunk_rows, HEADS_TOGETHER))
+            if c.staged_steps if parts > 1 else c.staged_parts:
+                _heads(c, c.long_heads, lambda heads: self._staged_step(keys, heads, first, c.chunk_rows))
+            else:
+                _heads(c, c.long_heads, lambda heads: self._step(keys, heads, first, c.chunk_rows, HEADS_TOGETHER))
             return ()
 
         def edge(j, _):
@@ -121,26 +152,28 @@ class QueryTile:
     def _ranges(self, first):
         """Positions, half open: the keys that some row of the chunk sees, and those that every row sees."""
         c, item = self.c, self.item
-        if c.mask.chunk:  # the tile's, which are known: those of a row take a division
+        if c.mask.chunk or c.has_ranges:  # the tile's, which are known: those of a row take a division, or a copy
             return (item.kv_start, item.kv_end), (item.full_start, item.full_end)
         causal = (item.causal != 0) if c.per_request_causal else None
         q_first, q_last = (item.q_first + _token_of(c, row) for row in (first, first + c.chunk_rows - 1))
         if c.mask.mask_fn is not None:
             return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), (item.full_start, item.full_end)
-        by_all = (mask.key_range(c.mask, q, q, item.kv_end, causal)[i] for i, q in enumerate((q_last, q_first)))
-        return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), tuple(by_all)
+        start, end = (mask.key_range(c.mask, q, q, item.kv_end, causal)[i] for i, q in enumerate((q_last, q_first)))
+        if c.qq_bias:
+            end = jnp.minimum(end, item.context)
+        return mask.key_range(c.mask, q_first, q_last, item.kv_end, causal), (start, end)
 
     def finish(self):
         """Writes the output and the lse of the state; lane k of the lse is kv head k."""
 
         def end(heads, first, rows):
-            lane = lax.broadcasted_iota(jnp.int32, (rows, LANES), 1)
-            lses = jnp.zeros((rows, LANES), jnp.float32)
+            lane = lax.broadcasted_iota(jnp.int32, (rows, self.c.lse_lanes), 1)
+            lses = jnp.zeros((rows, self.c.lse_lanes), jnp.float32)
             for head in heads:
                 at = (head, pl.ds(first, rows))
                 sink = self._column("sink", head, first, rows)
                 m, l = self.buf.m[at][:, :1] * (1 / LOG2E), jnp.sum(self.buf.l[at], -1, keepdims=True)
-                out, lse = softmax.finish(m, l, self.buf.acc[at], sink)
+                out, lse = softmax.finish(m, l, self._whole_sum(self.buf.acc[at]), sink)
                 out = (out * self.scales[self.c.num_kv_heads + head]).astype(self.buf.out.dtype)
                 lses = jnp.where(lane == head, lse[:, None], lses)
                 if rows < PACK:
@@ -152,14 +185,19 @@ class QueryTile:
 
         self._each(end)
 
+    def _whole_sum(self, acc):
+        """f32[rows V]: the sum over groups of lanes."""
+        dim = self.c.v_head_dim
+        return acc if self.c.beside == 1 else sum(acc[:, i * dim : (i + 1) * dim] for i in range(self.c.beside))
+
     def _keep_lse(self, lane, heads, lses, first, rows):
         """Writes the lanes of these heads and keeps the others."""
         if rows < PACK:
-            at, shape = (self.half, 0, slice(0, rows)), (rows, LANES)
+            at, shape = (self.half, 0, slice(0, rows)), lses.shape
         else:
-            at, shape = (self.half, _packs(first, rows)), (rows // PACK, PACK, LANES)
+            at, shape = (self.half, _packs(first, rows)), (rows // PACK, PACK, lses.shape[1])
         mine = (lane >= heads[0]) & (lane <= heads[-1])
-        kept = self.buf.lse[at].reshape(rows, LANES)
+        kept = self.buf.lse[at].reshape(lses.shape)
         self.buf.lse[at] = jnp.where(mine, lses, kept).reshape(shape)
 
     def _each(self, do):
@@ -207,37 +245,130 @@ class QueryTile:
         for x, state in zip(at, states, strict=True):
             self.buf.m[x], self.buf.l[x], self.buf.acc[x] = state
 
+    def _staged_step(self, keys: KeyPart, heads, first, rows: int):
+        """The same, through VMEM: logits and weights are stored, so that few of them are in registers at a time.
+
+        The logits of the next head are computed before the softmax of this one.
+        """
+        count = keys.pages * self.c.page_size
+        tops = {0: self._stage_logits(keys, heads[0], first, rows, 0)}
+        for i, head in enumerate(heads):
+            side, at = i % 2, (head, pl.ds(first, rows))
+            if i + 1 < len(heads):
+                tops[i + 1] = self._stage_logits(keys, heads[i + 1], first, rows, 1 - side)
+            before = self.buf.m[at]
+            m = jnp.maximum(before, jnp.max(tops.pop(i), axis=-1, keepdims=True))
+            shift = jnp.maximum(m, LOWEST) if keys.masked else m
+            alpha, total = jnp.exp2(before - shift), 0.0
+            for c in self._columns(count):
+                p = jnp.exp2(self.buf.s[side, :rows, c] - _lanes(shift, c.stop - c.start))
+                total += _sum_by_lane(p)
+                if self.c.token_scales:
+                    p = p * self._token_scales(self.buf.v_token, keys, head)[:, c]
+                self.buf.p[side, :rows, c] = p.astype(self.c.compute_dtype)
+            self.buf.m[at], self.buf.l[at] = m, self.buf.l[at] * alpha + total
+            new = self._weighed_values(self.buf.p[side, :rows, :count], keys, head)
+            self.buf.acc[at] = self.buf.acc[at] * _lanes(alpha, self.c.acc_dim) + new
+
+    def _stage_logits(self, keys: KeyPart, head, first, rows: int, side: int):
+        """Stores the masked logits of a head; f32[rows 128] their maxima by lane."""
+        dots = self._dots(keys, head, first, rows)
+        logits = self._masked_logits(dots, keys, head, first, rows)
+        columns = self._columns(logits.shape[1])
+        for c in columns:
+            self.buf.s[side, :rows, c] = logits[:, c]
+        return functools.reduce(jnp.maximum, (logits[:, c] for c in columns))
+
+    def _columns(self, count: int):
+        """Slices of 128 keys; one slice where the keys are no multiple."""
+        width = LANES if count % LANES == 0 else count
+        return [slice(i, i + width) for i in range(0, count, width)]
+
     def _dots(self, keys: KeyPart, head, first, rows: int):
         """f32[rows keys] of a head."""
         q = self._queries(head, first, rows).astype(self.c.compute_dtype)
         k = self._stored(self.buf.k, keys, head)
+        if self.c.beside > 1:
+            return jnp.concatenate([_dot(x, k, 1) for x in self._by_group(q)], axis=1)
         if self.c.latent != "split":
             return _dot(q, k, 1)
         latent = self.c.v_head_dim
         return _dot(q[:, :latent], self._stored(self.buf.v, keys, head), 1) + _dot(q[:, latent:], k, 1)
 
+    def _by_group(self, x):
+        """x [rows 128], once for each group of lanes, with 0 in the others."""
+        group = self._group_of(lax.broadcasted_iota(jnp.int32, x.shape, 1))
+        return [jnp.where(group == i, x, jnp.zeros_like(x)) for i in range(self.c.beside)]
+
     def _stored(self, buffer, keys: KeyPart, head):
         """[keys dim] of a head, in the dtype of the products."""
         rows = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
-        return _cast(rows.reshape(-1, rows.shape[-1]), jnp.dtype(self.c.compute_dtype))
+        return _cast(rows.reshape(-1, rows.shape[-1]), self.c)
+
+    def _masked_logits(self, dots, keys: KeyPart, head, first, rows: int):
+        """Base-2 logits; -inf where a row does not see a key."""
+        c = self.c
+        where = self._where(keys, head, first, dots.shape)
+        if c.token_scales:
+            dots = dots * self._token_scales(self.buf.k_token, keys, head)
+        logits = self._logits(dots, keys, head, first, rows, where)
+        if keys.masked:
+            seen = self._seen_by_range(keys, first, rows, where) if c.has_ranges else self._seen_by_rule(where)
+            logits = jnp.where(seen, logits, softmax.NEG_INF)
+        return logits
 
     def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
         """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
-        c, item = self.c, self.item
-        where = query_head, q_pos, kv_pos = self._where(keys, head, first, dots.shape)
-        logits = self._logits(dots, head, first, rows, where)
-        if keys.masked:
-            assert kv_pos is not None
-            causal = (item.causal != 0) if c.per_request_causal else None
-            seen = mask.visible(c.mask, query_head, q_pos, kv_pos, causal)
-            if causal is not None or not c.mask.causal:  # otherwise `visible` hides every key past the range
-                seen = seen & (kv_pos < item.kv_end)
-            logits = jnp.where(seen, logits, softmax.NEG_INF)
+        c = self.c
+        logits = self._masked_logits(dots, keys, head, first, rows)
         m, l, acc = state  # noqa: E741
         m, before = jnp.maximum(m, jnp.max(logits, axis=-1, keepdims=True)), m
         shift = jnp.maximum(m, LOWEST) if keys.masked else m
         alpha, p = jnp.exp2(before - shift), jnp.exp2(logits - _lanes(shift, logits.shape[1]))
-        return m, l * alpha + _sum_by_lane(p), acc, alpha, p.astype(c.compute_dtype)
+        l = l * alpha + _sum_by_lane(p)  # noqa: E741
+        if c.token_scales:
+            p = p * self._token_scales(self.buf.v_token, keys, head)
+        return m, l, acc, alpha, p.astype(c.compute_dtype)
+
+    def _seen_by_rule(self, where):
+        """Which keys the mask's rule shows."""
+        c, item, (query_head, q_pos, kv_pos) = self.c, self.item, where
+        causal = (item.causal != 0) if c.per_request_causal else None
+        seen = mask.visible(c.mask, query_head, q_pos, kv_pos, causal)
+        if causal is not None or not c.mask.causal:  # otherwise `visible` hides every key past the range
+            seen = seen & (kv_pos < item.kv_end)
+        return seen
+
+    def _seen_by_range(self, keys: KeyPart, first, rows: int, where):
+        """Which keys are in the range of each row, and not hidden by mask_fn."""
+        bounds = self._given(self.buf.ranges, first, rows)
+        at = keys.first + self._keys_of_columns(keys.pages * self.c.page_size)
+        seen = (at >= bounds[:, 0:1]) & (at < bounds[:, 1:2])
+        return seen if self.c.mask.mask_fn is None else seen & self.c.mask.mask_fn(*where)
+
+    def _given(self, buffer, first, rows: int):
+        """[rows lanes] of what was fetched for each row."""
+        if rows < PACK:
+            return buffer[self.half, 0, :rows]
+        return buffer[self.half, _packs(first, rows)].reshape(rows, buffer.shape[-1])
+
+    def _token_scales(self, buffer, keys: KeyPart, head):
+        """f32[1 keys] scales of a head's keys or values; 0 outside the tile's range, where they may be NaN."""
+        item, size = self.item, self.c.page_size
+        if size % LANES == 0:
+            pages = [buffer[keys.side, keys.page + j, pl.ds(head, 1)] for j in range(keys.pages)]
+            scales = jnp.concatenate(pages, axis=1) if len(pages) > 1 else pages[0]
+        else:  # pages [P S] side by side, by products with 0 and 1
+            pages = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
+            numbers = lambda rows: (lax.broadcasted_iota(jnp.int32, (rows, keys.pages * size), axis) for axis in (0, 1))
+            row, key = numbers(size)
+            pages = _dot(_finite(pages), (lax.rem(key, jnp.int32(size)) == row).astype(jnp.float32), 0)
+            row, key = numbers(keys.pages)
+            scales = jnp.sum(jnp.where(lax.div(key, jnp.int32(size)) == row, pages, 0.0), 0, keepdims=True)
+        if not keys.masked:
+            return scales
+        at = keys.first + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
+        return jnp.where((at >= item.kv_start) & (at < item.kv_end), scales, 0.0)
 
     def _where(self, keys: KeyPart, head, first, shape: tuple[int, int]):
         """(query head, q_pos, kv_pos) of some rows and keys: None if no rule needs them, whole for a user's function.
@@ -245,23 +376,48 @@ class QueryTile:
         Such a function may return the shape of any of its arguments, and Mosaic does not broadcast bools.
         """
         c = self.c
-        if not (keys.masked or c.logits.has_alibi or c.has_functions):
+        needed = c.logits.has_alibi or c.has_functions or (keys.masked and not c.has_ranges)
+        if not needed:
             return None, None, None
         row = first + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
-        kv_pos = keys.first + lax.broadcasted_iota(jnp.int32, (1, shape[1]), 1)
+        kv_pos = self._positions(keys.first + self._keys_of_columns(shape[1]))
         q_pos = self.item.q_first + _token_of(c, row)
         if not c.has_functions:
             return None, q_pos, kv_pos
         return tuple(jnp.broadcast_to(x, shape) for x in (head * c.group + _member_of(c, row), q_pos, kv_pos))
 
+    def _positions(self, index):
+        """Positions of keys in their request: see metadata/parallel.py."""
+        world, run = self.c.shards.world, jnp.int32(self.c.shards.interleave)
+        if world == 1:
+            return index
+        turn = lax.div(index, run)
+        return (turn * world + self.item.rank) * run + (index - turn * run)
+
+    def _bias(self, keys: KeyPart, first, rows: int):
+        """f32[rows keys] biases of the request's new tokens, whose token j is key context + j; 0 elsewhere."""
+        lanes, count = self.c.bias_lanes, keys.pages * self.c.page_size
+        shift = self.item.context - keys.first  # of token 0
+        rolled = pltpu.roll(self._given(self.buf.bias, first, rows), lax.rem(lax.rem(shift, lanes) + lanes, lanes), 1)
+        token = lax.broadcasted_iota(jnp.int32, (1, lanes), 1) - shift
+        return jnp.where((token >= 0) & (token < lanes), rolled, 0.0)[:, :count]
+
     def _sum_values(self, weighed, keys: KeyPart, head):
         """The state of a head from its _weights."""
         m, l, acc, alpha, p = weighed  # noqa: E741
-        values = self.buf.k if self.buf.v is None else self.buf.v
-        v = self._stored(values, keys, head)[:, : self.c.v_head_dim]
-        return m, l, acc * _lanes(alpha, self.c.v_head_dim) + _dot(p, v, 0)
+        return m, l, acc * _lanes(alpha, self.c.acc_dim) + self._weighed_values(p, keys, head)
 
-    def _logits(self, dots, head, first, rows: int, where):
+    def _weighed_values(self, p, keys: KeyPart, head):
+        """f32[rows acc_dim] of weights [rows keys]."""
+        values = self.buf.k if self.buf.v is None else self.buf.v
+        if self.c.beside == 1:
+            return _dot(p, self._stored(values, keys, head)[:, : self.c.v_head_dim], 0)
+        v, size = self._stored(values, keys, head), p.shape[1] // self.c.beside
+        sums = [_dot(p[:, i * size : (i + 1) * size], v, 0) for i in range(self.c.beside)]
+        group = self._group_of(lax.broadcasted_iota(jnp.int32, sums[0].shape, 1))
+        return sum(jnp.where(group == i, x, 0.0) for i, x in enumerate(sums))
+
+    def _logits(self, dots, keys: KeyPart, head, first, rows: int, where):
         """Base-2 logits. log2(e) is part of the scale where no other step follows, else it is applied last.
 
         where: query head, q_pos and kv_pos, as far as the rules need them.
@@ -269,11 +425,13 @@ class QueryTile:
         c, factor = self.c, self.scales[head]
         if c.per_head_q_scale:
             factor = factor * self._column("q_scale", head, first, rows)
-        if not (c.logits.soft_cap or c.logits.has_alibi or c.logits.score_fn):
+        bias = self._bias(keys, first, rows) if c.qq_bias and keys.masked else None
+        if not (c.logits.soft_cap or c.logits.has_alibi or c.logits.score_fn or bias is not None):
             return dots * (factor * LOG2E)
         rule = dataclasses.replace(c.logits, scale=factor)
         query_head, q_pos, kv_pos = where
-        logits = shape_logits(rule, dots, query_head, q_pos, kv_pos, self._column("slope", head, first, rows))
+        slopes = self._column("slope", head, first, rows)
+        logits = shape_logits(rule, dots, query_head, q_pos, kv_pos, slopes, bias)
         return logits.astype(jnp.float32) * LOG2E  # a score_fn may return another dtype
 
     def _queries(self, head, first, rows: int):
@@ -281,7 +439,7 @@ class QueryTile:
         if rows < PACK:
             return self.buf.q[self.half, head, 0, :rows]
         packs = _packs(first, rows)
-        return self.buf.q[self.half, head, packs].reshape(rows, self.c.head_dim)
+        return self.buf.q[self.half, head, packs].reshape(rows, self.buf.q.shape[-1])
 
     def _column(self, name: str, head, first, rows: int):
         """f32[rows 1]: a number of each row, or None where the layer has none of that name."""
@@ -346,9 +504,30 @@ def _sum_by_lane(p):
     return sum(p[:, i : i + LANES] for i in range(0, keys, LANES))
 
 
-def _cast(x, dtype):
-    """x as `dtype`; 8-bit values by way of float32, a conversion that every generation has."""
+def _cast(x, c: TpuKernelConfig):
+    """x in the dtype of the products; 8-bit values by way of float32, a conversion that every generation has."""
+    dtype = jnp.dtype(c.compute_dtype)
+    if c.kv_dtype == "float16":
+        return _half_to_float(x)
     return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
+
+
+def _half_to_float(bits):
+    """The float16 values of i16 bits, as float32: Mosaic has no float16, and takes subnormal float32 operands for 0.
+
+    float16 has 5 bits of exponent with bias 15 and 10 of mantissa. A subnormal one is its mantissa times 2**-24.
+    """
+    bits = bits.astype(jnp.int32)
+    magnitude = bits & 0x7FFF
+    exponent = jnp.where(magnitude >= 0x7C00, 112 + 112, 112)  # of infinity and NaN: 255
+    normal = lax.bitcast_convert_type((magnitude << 13) + (exponent << 23), jnp.float32)
+    value = jnp.where(magnitude < 0x400, magnitude.astype(jnp.float32) * 2.0**-24, normal)
+    return jnp.where(bits < 0, -value, value)
+
+
+def _finite(x):
+    """x with 0 in place of NaN and infinity."""
+    return jnp.where(jnp.abs(x) < float("inf"), x, 0.0)
 
 
 def _dot(a, b, axis: int):

@@ -1,35 +1,71 @@
-"""Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`."""
+"""Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`.
 
+benchmarks.tpu.sweep writes a table for each generation, pallas_kernels/tuning/tpu_*.json. Its figures are bundles of
+the compiled kernel, for 32 query and 8 kv heads of 128 in bf16; no TPU has confirmed them.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
 from typing import Any
 
-import jax.numpy as jnp
-
+from pallas_kernels import tuning
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
+from pallas_kernels.tpu.supports import SPILL, VMEM, generation_of
 
 PAGE_BYTES = 24 << 20  # VMEM that a block's pages may take
+MANY_BYTES = 40 << 20  # bytes of the pages of a part, from which a part has 128 keys
 ROW_BYTES = 16 << 20  # VMEM that a tile's rows may take
 
 
-def default_config(*, longest: int | None = None, **fields) -> TpuKernelConfig:
+def default_config(*, longest: int | None = None, chip: str = "", **fields) -> TpuKernelConfig:
     """The config with these fields, and the largest sizes that fit for those not given. Not checked (see supports.py).
 
     longest: upper bound of every request's new tokens, if it is known. With 1 the kernel has no body of many rows.
+    chip: the generation whose table is read; "": none.
     """
+    fields = tuned_sizes(generation_of(chip)) | fields
     config = TpuKernelConfig(**fields)
     dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
-    stored = sum(cdiv(dim, LANES) * LANES for dim in config.pool_dims)
-    heads, item = config.num_kv_heads, jnp.dtype(config.kv_dtype).itemsize
-    page_bytes = lambda keys: 2 * keys * heads * stored * item
+    heads = config.num_kv_heads
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
     blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
+    if "part_kv" not in fields:  # of any batch, so that a decode's bits do not depend on the others
+        if config.beside > 2:  # so that each group of lanes has whole registers of keys
+            fields["part_kv"] = LANES * config.beside
+        elif config.page_bytes(config.part_keys) > MANY_BYTES:
+            fields["part_kv"] = LANES
+        config = TpuKernelConfig(**fields)
     found: dict[str, Any] = dict(
-        block_kv=next((n for n in blocks if page_bytes(n) <= PAGE_BYTES), blocks[-1]),
+        block_kv=next((n for n in blocks if config.page_bytes(n) <= PAGE_BYTES), blocks[-1]),
         tile_rows=next((n for n in tiles if row_bytes(n) <= ROW_BYTES), tiles[-1]),
     )
     if longest is not None:
         found |= _rows_for(longest * config.group, config, found["tile_rows"])
-    return TpuKernelConfig(**(found | fields))
+    room = VMEM.get(generation_of(chip), max(VMEM.values())) - SPILL
+    return _fewer_rows(TpuKernelConfig(**(found | fields)), room, fields)
+
+
+def _fewer_rows(config: TpuKernelConfig, room: int, fields: dict[str, Any]) -> TpuKernelConfig:
+    """The config with smaller tiles, if it takes more VMEM than there is: with more than 64 kv heads, or wide ones."""
+    while config.vmem_bytes() > room and config.rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fields):
+        rows = config.rows // 2
+        config = dataclasses.replace(config, tile_rows=rows, chunk_rows=min(config.chunk_rows, rows))
+    return config
+
+
+@functools.cache
+def tuned_sizes(generation: str) -> dict[str, Any]:
+    """Fields of TpuKernelConfig from the generation's table; none without a table."""
+    path = pathlib.Path(tuning.__file__).with_name(f"tpu_{generation}.json")
+    if not generation or not path.is_file():
+        return {}
+    sizes: dict[str, Any] = {}
+    for row in json.loads(path.read_text())["rows"]:
+        sizes |= row["sizes"]
+    return sizes
 
 
 def _rows_for(rows: int, config: TpuKernelConfig, most: int) -> dict[str, int]:

@@ -132,4 +132,4 @@ def test_a_registered_backend_is_consistent(name):
         assert not part.__dict__.get("__abstractmethods__")
     quantised = any(map(backends.is_quantized_kv_cache, backend.get_supported_dtypes()))
     assert backend.get_impl_cls().supports_quant_query_input == quantised
-    assert set(backend.supported_kv_cache_layouts()) <= {"NHD", "HND"}
+    assert set(backend.supported_kv_cache_layouts()) <= {"NHD", "HND", "HND128"}

@@ -11,8 +11,9 @@ import pytest
 
 import jattn
 from jattn import MLAAttention, MLAParams, MLASpec, device, mla_cache_spec, models
-from jattn.backends import mla_pallas_gpu
+from jattn.backends import mla_gpu_prefill, mla_pallas_gpu
 from jattn.device import Chip
+from tests.backends.paged_oracle import INSTEAD
 from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
 
@@ -66,10 +67,11 @@ def test_refuses_keys_on_several_ranks():
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "dtype", "launches"), [([1, 3], "bfloat16", 3), ([1, 20], "bfloat16", 3), ([1, 3], "float32", 1)]
+    ("query_lens", "dtype", "launches"), [([1, 3], "bfloat16", 3), ([1, 20], "bfloat16", 7), ([1, 3], "float32", 1)]
 )
 def test_a_step_of_a_model_lowers_for_cuda(query_lens, dtype, launches):
-    """A launch, a merge and a write, in the function that both layers call; the write alone for float32 queries."""
+    """A launch, a merge and a write, in the function that both layers call; the write alone for float32 queries. With
+    a long prompt, a launch and a merge for its new tokens and for earlier ones, too."""
     config = models.config_of(
         dict(
             model_type="deepseek_v3", vocab_size=67, hidden_size=64, intermediate_size=24, num_hidden_layers=2,
@@ -103,7 +105,8 @@ def test_a_ragged_batch_is_attention_by_its_definition(queries, cached):
     split = mla_cache_spec(spec, 32, size, dtype=dtype, quant="per_tensor" if dtype == "float8_e4m3fn" else "none")
     cache_spec = jattn.KVCacheSpec(head_dim=192, v_head_dim=128, **fields) if wide else split
     few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
-    with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
+    few_ctas = mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas)
+    with few_ctas, mock.patch.multiple(mla_gpu_prefill, **INSTEAD), interpreted():
         mla = MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER)
         written = MLAAttention(spec, cache_spec, "mla_sdpa")
         cache, table = written.empty_cache(float("nan"), storage="native"), poisoned_table(totals, size, 32, 8)
@@ -148,7 +151,8 @@ def test_the_gradient_of_a_mixed_batch_is_that_of_mla_sdpa():
     cache = written.write(*rows, written.empty_cache(storage="native"), plan, MLAParams())
     params, q = MLAParams(kv_b_proj=jnp.asarray(normal(1, 128, 16, 80) / 12)), jnp.asarray(normal(4, 10, 16, 96))
     few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
-    with mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas), interpreted():
+    few_ctas = mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas)
+    with few_ctas, mock.patch.multiple(mla_gpu_prefill, **INSTEAD), interpreted():
         for mla in (MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER), written):
             m = mla.build(jattn.CommonAttentionMetadata.from_lengths([1, 9], [20, 9], table, size))
             loss = lambda q, p, mla=mla, m=m: (mla.attend(q, cache, m, p).out.astype(jnp.float32) ** 2).sum()  # noqa: E731

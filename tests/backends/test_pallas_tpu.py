@@ -41,11 +41,13 @@ TABLE = jnp.array([True, False, True, True])
 REFUSED = [
     (dict(chip=Chip("cpu")), "platform not supported: cpu"),
     (dict(chip=Chip("tpu", "TPU v4")), "chip TPU v4: compiled for v5e, v6e, v5p, tpu7x only"),
-    (dict(cache=dict(dtype="float16")), "kv_cache_dtype not supported: float16"),
-    (dict(cache=dict(layout="NHD")), "kv_cache_layout not supported: NHD"),
     (dict(cache=dict(block_size=24)), "block_size not supported: 24"),
     (dict(cache=dict(block_size=512)), "page size 512: wanted a multiple of 16 from 16 to 256"),
-    (dict(cache=dict(dtype="int8", quant="per_token_head")), "quant not supported: 'per_token_head'"),
+    (
+        dict(cache=dict(dtype="int8", quant="per_token_head", layout="NHD")),
+        "scales of each token and head in the layout NHD",
+    ),
+    (dict(spec=dict(use_distance_bias=True)), "learned bias of the distance not supported"),
     (dict(spec=dict(head_dim=40), cache=dict(head_dim=40)), "head_dim 40: wanted a multiple of 16"),
     (dict(spec=dict(mask_fn=lambda h, i, j: TABLE[i % 4])), "mask_fn reads an array of its own: not in this kernel"),
     (dict(spec=dict(score_fn=lambda s, *a: s - s.sum())), "score_fn uses reduce_sum: not in this kernel"),
@@ -55,7 +57,8 @@ REFUSED = [
     ),
     (dict(spec=dict(attn_type="encoder_decoder", has_alibi=True)), "not supported across encoder and decoder"),
     (dict(needs=(Feature.BATCH_INVARIANCE,)), "batch invariance not supported"),
-    (dict(needs=(Feature.DCP,)), "DCP not supported"),
+    (dict(spec=dict(use_qq_bias=True), needs=(Feature.DCP,)), "DCP not supported with use_qq_bias=True"),
+    (dict(spec=dict(attn_type="encoder_only"), needs=(Feature.DCP,)), "DCP not supported with attn_type=encoder_only"),
 ]
 
 
@@ -72,12 +75,13 @@ def test_a_table_that_smem_cannot_hold_is_refused_when_the_batch_is_known():
         attn.build(meta)
 
 
-def test_float16_queries_are_refused_at_the_call():
-    attn = jattn.PagedAttention(jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL), platform=V6E)
+def test_a_tree_wider_than_a_part_is_refused_at_the_call():
+    spec = jattn.AttentionSpec(**LAYER, use_qq_bias=True)
+    attn = jattn.PagedAttention(spec, jattn.KVCacheSpec(**POOL), platform=V6E)
     meta = jattn.CommonAttentionMetadata.from_lengths([1], [3], [[0]], 16)
-    q, cache = jnp.ones((1, 8, 128), jnp.float16), jattn.empty_cache(attn.cache_spec, storage="native")
-    with pytest.raises(jattn.UnsupportedError, match="dtype not supported: float16"):
-        attn.attend(q, cache, attn.build(meta))
+    q, cache = jnp.ones((1, 8, 128), jnp.bfloat16), jattn.empty_cache(attn.cache_spec, storage="native")
+    with pytest.raises(jattn.UnsupportedError, match="qq_bias of 300 tokens: at most 256"):
+        attn.attend(q, cache, attn.build(meta), jattn.AttentionParams(qq_bias=jnp.zeros((300, 300))))
 
 
 def packed(monkeypatch):

@@ -56,7 +56,7 @@ from jattn.device import Chip
 
 HOPPER = Chip("gpu", "sm_90")
 CHIPS = {"pallas_gpu": HOPPER, "pallas_gpu_invariant": HOPPER, "mla_pallas_gpu": HOPPER} | {
-    "pallas_tpu": Chip("tpu"), "mla_pallas_tpu": Chip("tpu")
+    "pallas_tpu": Chip("tpu"), "pallas_tpu_invariant": Chip("tpu"), "mla_pallas_tpu": Chip("tpu")
 }
 plain = jattn.AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=128)
 latent = jattn.MLASpec(num_heads=8, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64)

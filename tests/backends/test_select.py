@@ -15,7 +15,8 @@ from tests.backends.toy import ToyBackend
 SPEC = AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
 CACHE = KVCacheSpec(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
 PREFERENCE = (
-    "pallas_gpu", "pallas_gpu_invariant", "pallas_tpu", "cpu_native", "sdpa", "split", "pallas_cpu",
+    "pallas_gpu", "pallas_gpu_invariant", "pallas_tpu", "pallas_tpu_invariant", "cpu_native", "sdpa", "split",
+    "pallas_cpu",
     "mla_cpu_native", "mla_pallas_gpu", "mla_pallas_tpu", "mla_sdpa",
 )  # fmt: skip
 

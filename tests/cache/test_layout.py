@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.cache.layout import filled_lanes
 
 BASE = dict(num_blocks=6, block_size=4, num_kv_heads=2, head_dim=8)
 
@@ -34,6 +35,21 @@ def test_the_logical_view_does_not_depend_on_the_physical_order(layout):
     assert spec.shape == ((6, 4, 2, 8) if layout == "NHD" else (6, 2, 4, 8))
 
 
+def test_narrow_heads_fill_lanes_where_pages_are_whole_rows():
+    """The rows of consecutive tokens lie side by side; what cannot be so keeps its layout."""
+    base = dict(num_blocks=3, block_size=16, num_kv_heads=2, head_dim=64, dtype="float32")
+    spec = filled_lanes(jattn.KVCacheSpec(**base))
+    assert spec.shape == (3, 2, 8, 128) and spec.layout == "HND128"
+    k, v = (np.random.default_rng(i).standard_normal((3, 16, 2, 64)).astype(np.float32) for i in range(2))
+    cache = jattn.PagedKV.from_logical(spec, k, v)
+    for got, want in zip(cache.logical(), (k, v), strict=True):
+        np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(cache.k[1, 0, 3], np.concatenate([k[1, 6, 0], k[1, 7, 0]]))
+    for kept in (dict(head_dim=128), dict(head_dim=80), dict(v_head_dim=32), dict(block_size=8), dict(layout="HND")):
+        other = jattn.KVCacheSpec(**base | kept)
+        assert filled_lanes(other) == other
+
+
 @pytest.mark.parametrize("fill", [0.0, 1.5])
 @pytest.mark.parametrize(
     ("dtype", "quant"), [("bfloat16", "none"), ("float8_e5m2", "per_tensor"), ("int8", "per_token_head")]
@@ -60,7 +76,8 @@ BAD = [
     (dict(num_blocks=0), "num_blocks=0 must be a positive integer"),
     (dict(block_size=2.0), "block_size=2.0 must be a positive integer"),
     (dict(dtype="float64"), "use one of bfloat16, float16, float32"),
-    (dict(layout="DHN"), "use one of auto, NHD, HND"),
+    (dict(layout="DHN"), "use one of auto, NHD, HND, HND128"),
+    (dict(layout="HND128"), "wanted equal dims of 16, 32 or 64"),
     (dict(quant="per_block"), "use one of none, per_tensor, per_head, per_token_head"),
     (dict(dtype="int8"), "int8, float8_e4m3fnuz go with quant per_tensor"),
     (dict(quant="per_tensor"), "go with quant='none'"),

@@ -19,7 +19,8 @@ MODES = [("float32", "none"), ("float16", "none"), ("bfloat16", "none")] + [
 
 
 def spec_of(dtype="bfloat16", quant="none", layout="auto", **options):
-    shape = dict(num_blocks=6, block_size=4, num_kv_heads=2, head_dim=8, v_head_dim=5) | options
+    dims = dict(head_dim=32) if layout == "HND128" else dict(head_dim=8, v_head_dim=5)
+    shape = dict(num_blocks=6, block_size=4, num_kv_heads=2) | dims | options
     return jattn.KVCacheSpec(dtype=dtype, quant=quant, layout=layout, **shape)
 
 
@@ -35,7 +36,10 @@ def bits(cache):
     return [np.asarray(leaf).view(np.uint8) for leaf in jax.tree.leaves(cache)]
 
 
-WRITES = [(jattn.write_kv, "NHD"), (jattn.write_kv, "HND"), (write_by_head, "HND")]
+WRITES = [
+    *((jattn.write_kv, layout) for layout in ("NHD", "HND", "HND128")),
+    *((write_by_head, layout) for layout in ("HND", "HND128")),
+]
 
 
 @pytest.mark.parametrize(("write", "layout"), WRITES)
@@ -60,7 +64,7 @@ def test_a_write_is_the_witness_write(dtype, quant, write, layout):
         np.testing.assert_allclose(new, expected, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", ["NHD", "HND", "HND128"])
 @pytest.mark.parametrize(("dtype", "quant"), MODES)
 def test_what_is_not_addressed_keeps_its_bits(dtype, quant, layout):
     spec = spec_of(dtype, quant, layout)

@@ -36,23 +36,29 @@ def test_this_xla_knows_the_options_of_the_engine(no_cache):
     assert options_of("gpu", False) == xla_options.CUDA_OPTIONS | xla_options.CUDA_OPTIONS_MANY_TOKENS
 
 
+def test_dispatches_on_several_devices_have_options_of_their_own(no_cache):
+    assert options_of("gpu", True, True) == xla_options.CUDA_OPTIONS | xla_options.CUDA_OPTIONS_ON_MESH
+    added = dict(options_of("gpu", False, True).items() - options_of("gpu", False).items())
+    assert added == xla_options.CUDA_OPTIONS_ON_MESH | xla_options.CUDA_OPTIONS_MANY_TOKENS_ON_MESH
+
+
 def test_the_platform_is_read_at_the_first_call(monkeypatch):
-    monkeypatch.setattr(xla_options, "options_of", lambda platform, few: seen.append((platform, few)) or {})
-    seen, f = [], PlatformJit(lambda x, n: x * n, lambda x, n: 1, static_argnums=1)
+    monkeypatch.setattr(xla_options, "options_of", lambda *asked: seen.append(asked) or {})
+    seen, f = [], PlatformJit(lambda x, n: x * n, lambda x, n: 1, lambda x, n: n == 4, static_argnums=1)
     assert not seen
     assert f(jnp.float32(2), 3) == 6
     assert f(jnp.float32(2), 4) == 8
-    assert seen == [(jax.default_backend(), True), (jax.default_backend(), False)]
+    assert seen == [(jax.default_backend(), True, False), (jax.default_backend(), True, True)]
 
 
-def test_few_and_many_tokens_have_their_own_options(monkeypatch):
-    optimise = lambda platform, few: {"xla_backend_optimization_level": 2 if few else 0}
+def test_each_set_of_options_has_a_function_of_its_own(monkeypatch):
+    optimise = lambda platform, few, on_mesh: {"xla_backend_optimization_level": 2 if few else 0}
     monkeypatch.setattr(xla_options, "options_of", optimise)
     f = PlatformJit(lambda x: x + 1, lambda x: x.shape[0])
-    for size in (xla_options.FEW_TOKENS, xla_options.FEW_TOKENS + 1):
+    for size in (xla_options.FEW_TOKENS - 1, xla_options.FEW_TOKENS, xla_options.FEW_TOKENS + 1):
         np.testing.assert_array_equal(f(jnp.zeros(size)), np.ones(size))
-    few, many = f._jitted[True], f._jitted[False]
-    assert (few._cache_size(), many._cache_size()) == (1, 1)
+    few, many = f._jitted.values()
+    assert (few._cache_size(), many._cache_size()) == (2, 1)
 
 
 def test_a_call_finds_what_was_compiled_ahead(compiles):

@@ -273,18 +273,18 @@ def compressed(layout, bits, kind, strategy, **more):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("zeros", [False, True])
-def test_compressed_tensors_of_4_bits(tmp_path, zeros):
+@pytest.mark.parametrize("bits, zeros", [(4, False), (4, True), (8, True)])
+def test_compressed_tensors_in_words(tmp_path, bits, zeros):
     def pack(x):
-        codes, zero, scales, exact = drawn(x.shape, 32, scales="bfloat16")
-        shape = np.array(x.shape, np.int64)
-        tensors = dict(weight_packed=words(codes), weight_scale=scales, weight_shape=shape)
+        codes, zero, scales, exact = drawn(x.shape, 32, bits, scales="bfloat16")
+        shape, order = np.array(x.shape, np.int64), range(32 // bits)
+        tensors = dict(weight_packed=words(codes, order, bits), weight_scale=scales, weight_shape=shape)
         if not zeros:
             return tensors, (codes - 8.0) * grouped(scales, 32)
-        return tensors | dict(weight_zero_point=np.ascontiguousarray(words(zero.T).T)), exact
+        return tensors | dict(weight_zero_point=np.ascontiguousarray(words(zero.T, order, bits).T)), exact
 
-    settings = compressed("pack-quantized", 4, "int", "group", group_size=32, symmetric=not zeros)
-    check(tmp_path / "packed", settings, pack, "int4")
+    settings = compressed("pack-quantized", bits, "int", "group", group_size=32, symmetric=not zeros)
+    check(tmp_path / "packed", settings, pack, f"int{bits}")
 
 
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
@@ -315,6 +315,13 @@ def test_compressed_tensors_as_its_library_packs_them():
     decoded = scheme.decode(packed, np.ones((16, 2), np.float32), np.array(codes.shape), packed_zeros)
     np.testing.assert_array_equal(decoded.codes.astype(int) - 8, codes)
     np.testing.assert_array_equal(decoded.zero_points, zeros)
+
+
+@pytest.mark.parametrize("name", ["", "model-Q4_K_M.gguf"])
+def test_gguf_is_refused_by_its_name(tmp_path, name):
+    (tmp_path / "model-Q4_K_M.gguf").touch()
+    with pytest.raises(UnsupportedError, match="model-Q4_K_M.gguf: GGUF is not supported; pass the model's folder"):
+        models.load(tmp_path / name)
 
 
 REFUSED = {

@@ -208,11 +208,52 @@ def test_other_chips_and_more_tokens_are_not_taken(generation, processors, rows,
     assert not configs(config, rows)
 
 
-def test_a_mesh_is_not_taken(hopper):
+def on_ranks(config, count: int) -> models.ModelMesh:
+    return models.ModelMesh.of(config, Mesh(np.array(jax.devices()[:count]), ("tensor",)))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_add_up_their_parts_and_give_the_logits_of_one_device(ranks, hopper, monkeypatch):
+    """4 ranks, 2 kv heads: two ranks have the same kv head."""
+    config = config_of("llama", vocab_size=64, intermediate_size=1024, num_attention_heads=8)
+    params = params_of(config)
+    alone, count = steps(config, params), len(hopper)
+
+    def summed(a, x, weights, scales, counters, config):
+        (o,), into, (down,), *following = weights
+        x1 = x + jax.lax.psum((a @ o).astype(jnp.float32), "tensor").astype(x.dtype)  # the kernel's two sums
+        partial = formulas([], jnp.zeros_like(a), x1, ((o,), into, (down,)), scales, counters, config)[0] - x1
+        x2 = x1 + jax.lax.psum(partial, "tensor")
+        nothing = jnp.zeros_like(a), x2, ((o,), into, (jnp.zeros_like(down),), *following)
+        hopper.append(config)
+        return x2, formulas([], *nothing, scales, counters, config)[1], counters
+
+    mesh = on_ranks(config, ranks)
+    if ranks > 1:
+        axes = mesh.axes
+        psum = jax.lax.psum
+        monkeypatch.setattr(jax.lax, "psum", lambda x, name: psum(x, axes if name == "tensor" else name))
+        monkeypatch.setattr(op, "launch", summed)
+    found = steps(config, params, mesh=mesh)
+    assert len(hopper) == 2 * count and {c.ranks for c in hopper[count:]} == {ranks}
+    assert {c.products[0].inner for c in hopper[count:]} == {512 // ranks}
+    assert far(found, alone) < 0.02
+
+
+@pytest.mark.parametrize("axes", [("data", "tensor"), ("tensor", "context")])
+def test_data_and_context_ranks_are_not_taken(axes, hopper):
     config = config_of("llama", vocab_size=64)
-    mesh = Mesh(np.array(jax.devices()[:1]), ("tensor",))
-    steps(config, params_of(config), mesh=models.ModelMesh.of(config, mesh))
-    assert not hopper
+    mesh = models.ModelMesh.of(config, Mesh(np.array(jax.devices()[:4]).reshape(2, 2), axes))
+    params, x = params_of(config), jax.ShapeDtypeStruct((5, 256), jnp.bfloat16)
+    assert taken.configs_of(config, params, x, on_ranks(config, 2))
+    assert not taken.configs_of(config, params, x, mesh)
+
+
+def test_devices_in_another_order_are_not_taken(hopper):
+    """The kernel addresses the ranks by JAX's order of devices."""
+    config = config_of("llama", vocab_size=64)
+    mesh = models.ModelMesh.of(config, Mesh(np.array(jax.devices()[1::-1]), ("tensor",)))
+    assert not taken.configs_of(config, params_of(config), jax.ShapeDtypeStruct((5, 256), jnp.bfloat16), mesh)
 
 
 def test_weights_that_xla_divides_are_not_taken(hopper):

@@ -189,8 +189,10 @@ def _gather(closure, source, index):
     return (np.where(index >= 0, source.reshape(-1)[np.maximum(index, 0)], 0).astype(source.dtype),)
 
 
-def _keep_columns(closure, x, counts):
-    return (np.where(np.arange(x.shape[1]) < counts[:, None], x, -np.inf).astype(np.float32),)
+def _keep_columns(closure, x, counts, starts=None):
+    column = np.arange(x.shape[1])
+    seen = (column < counts[:, None]) & (True if starts is None else column >= starts[:, None])
+    return (np.where(seen, x, -np.inf).astype(np.float32),)
 
 
 def _add_slope(closure, x, factor, slope, shift):
@@ -243,20 +245,21 @@ def _pool_rows(closure, block_table, req, head, kv0, start, stop):
     return (out,)
 
 
-def _copy_block(closure, pool, tile, own_rows):
-    """What the tile will hold."""
+def _put_rows(closure, box, own_rows):
     own, first = _key_of_thread(closure)
+    box[own[first]] = own_rows[first]
+
+
+def _copy_block(closure, pool, tile, box):
+    """What the tile will hold."""
     out, lines = np.zeros_like(tile), pool.reshape(-1, pool.shape[-1])
-    for i in np.flatnonzero(first & (own_rows >= 0)):
-        out[own[i]] = lines[own_rows[i]]
+    out[box >= 0] = lines[box[box >= 0]]
     return out
 
 
-def _copy_scales(closure, pool, tile, own_rows):
-    own, first = _key_of_thread(closure)
+def _copy_scales(closure, pool, tile, box):
     out = np.zeros_like(tile)
-    for i in np.flatnonzero(first & (own_rows >= 0)):
-        out[own[i]] = pool.reshape(-1)[own_rows[i]]
+    out[box >= 0] = pool.reshape(-1)[box[box >= 0]]
     return out
 
 
@@ -364,8 +367,91 @@ def _merge_and_store(
         lse[token, head] = (m + np.log2(denominator)) / np.log2(np.e) if seen else -np.inf
 
 
+def _add_products(closure, tile, queries, sums):
+    """The queries are as _load_queries leaves them: the same for each warp."""
+    dim, at, count = 16 * closure["steps"], closure["column"], tile.shape[1]
+    q = _warp_rows(queries, 2, dim)[0, :, at : at + count].astype(np.float32)
+    sums = sums.copy()
+    sums[:, : q.shape[0]] += tile.astype(np.float32) @ q.T
+    return (sums,)
+
+
+def _constants(closure):
+    out = np.zeros(closure["shape"], np.float32)
+    if any(closure["values"]):  # of a state: maxima, then sums
+        out[0] = closure["values"][0]
+    return (out,)
+
+
+def _weigh(closure, stats, x, state, turn):
+    """The first two rows of a state are the maxima and the sums; the first of factors are flat."""
+    top, m = x.max(axis=0), state[0]
+    new = np.where(top > m + (8 + closure["bias"]), top - closure["bias"], m)
+    factor, p = np.exp2(m - new), np.exp2(x - new)
+    out, factors = np.zeros_like(state), np.zeros((64, 8), np.float32)
+    out[0], out[1] = new, state[1] * factor + p.sum(axis=0)
+    factors.reshape(-1)[: len(new)] = factor
+    assert np.isfinite(p).all() and p.max(initial=0) < 2**15.5
+    return out, p.astype(jax.numpy.dtype(closure["target"])), factors
+
+
+def _put_weights(closure, out, stats, weights, factors):
+    out[...] = weights.reshape(-1)
+    stats[: weights.shape[1]] = factors.reshape(-1)[: weights.shape[1]]
+
+
+def _put_sums(closure, stats, state):
+    stats[: 2 * state.shape[1]] = state[:2].reshape(-1)
+
+
+def _add_weighted(closure, tiles, weights, stats, acc, first_part):
+    """acc [16 rows, columns of the warpgroup], in our order."""
+    p, rows = weights.reshape(tiles.shape[1], -1).astype(np.float32), acc.size // 16
+    values = np.concatenate(list(tiles), axis=1).astype(np.float32)
+    first = int(first_part) * tiles.shape[2]
+    acc = acc.reshape(16, rows) * stats[:16, None] + p.T @ values[:, first : first + rows]
+    return (acc.reshape(closure["shape"]).astype(np.float32),)
+
+
+def _store_columns(closure, out, lse, part, part_lse, stats, acc, is_part, slot, tok0, head0, row0, nrows, skipped, wg):
+    values, (m, total) = acc.reshape(16, -1), stats[:32].reshape(2, 16)
+    columns = slice(int(wg) * closure["half"], (int(wg) + 1) * closure["half"])
+    for r in range(min(16, int(nrows) - int(skipped))):
+        row, seen = int(skipped) + r, total[r] > 0
+        value = values[r] / total[r] if seen else np.zeros_like(values[r])
+        base2 = m[r] + np.log2(total[r]) if seen else -np.inf
+        assert not np.isnan(value).any()
+        if is_part:
+            part[int(slot), row, columns] = value
+            part_lse[int(slot), row] = base2
+            continue
+        (token,), (head,) = _flat_rows(closure, tok0, head0, int(row0) + row, 1)
+        out[token, head, columns] = value.astype(out.dtype)
+        lse[token, head] = base2 * np.log(2)
+
+
+def _put_list(closure, source, target, place, stage):
+    target[int(stage)] = source.reshape(-1)[int(place) : int(place) + target.shape[1]]
+
+
+def _copy_rows(closure, pool, lists, tile, place):
+    """The copies end at once: the kernel waits for all of a block before it publishes any."""
+    entries, first = lists.reshape(-1)[int(place) : int(place) + len(tile)], closure["column"] // 2
+    rows = pool.reshape(-1, closure["row_bytes"] // 2)[np.maximum(entries, 0), first : first + tile.shape[1]]
+    tile[...] = np.where(entries[:, None] >= 0, rows, np.zeros((), tile.dtype))
+
+
+def _keep_listed(closure, x, listed, stage):
+    return (np.where(listed[int(stage)] >= 0, x, -np.inf).astype(np.float32),)
+
+
 PTX = {
     "pool_rows": _pool_rows,
+    "put_rows": _put_rows,
+    "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),
+    "lane_sums": lambda closure, x: (x.sum(axis=1),),
+    "sums_of_lanes": lambda closure, x: (x,),
+    "sync_lanes": lambda closure: None,
     "sync_warps": lambda closure: None,
     "load_queries": _load_queries,
     "start_state": _start_state,
@@ -386,10 +472,25 @@ PTX = {
     "gather": _gather,
     "scale_rows": lambda closure, x, factors: (x * factors[:, None],),
     "keep_columns": _keep_columns,
+    "row_numbers": lambda closure: (np.arange(64, dtype=np.int32),),
     "add_slope": _add_slope,
     "store_rows": _store_rows,
     "store_partial": _store_partial,
     "load_partial": _load_partial,
+    "add_products": _add_products,
+    "_constants": _constants,
+    "fold": lambda closure, sums: (sums[:, : sums.shape[1] // 2],),
+    "weigh": _weigh,
+    "put_weights": _put_weights,
+    "put_sums": _put_sums,
+    "add_weighted": _add_weighted,
+    "store_columns": _store_columns,
+    "put_list": _put_list,
+    "copy_rows": _copy_rows,
+    "await_copies": lambda closure: None,
+    "keep_listed": _keep_listed,
+    "sync_warpgroup": lambda closure: None,
+    "sync_cluster": lambda closure: None,
 }
 """Name of a function of ptx_sm90 or rows_sm90 -> a numpy function of the same effect, called with the variables of its
 closure and its arguments as arrays. It returns the results, or None; arrays of Refs that it changed are stored."""

@@ -142,12 +142,13 @@ class Machine:
         elif name.startswith("setp"):
             target, left, constant = (x.strip() for x in rest.split(",")[:3])
             compare = {"ne": np.not_equal, "eq": np.equal, "lt": np.less, "ge": np.greater_equal}[name.split(".")[1]]
-            value = flags["t"] if left == "t" else operands[0]
-            flags[target] = compare(value.view(np.int32) if name.endswith(".s32") else value, int(constant))
+            number = flags["t"] if left == "t" else operands[0]
+            number = number.view(np.int32) if name.endswith(".s32") else number
+            flags[target] = compare(number, np.int64(int(constant)).astype(number.dtype))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
         elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
-            ignored = flags[rest.split(",")[3].strip()]
+            ignored = flags[rest.split(",")[3].strip()] if rest.count(",") == 3 else ~mask
             for i in np.flatnonzero(mask):
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
                 assert (to + offset) % 16 == 0 and source % 16 == 0
@@ -171,6 +172,14 @@ class Machine:
             a, b = (np.ascontiguousarray(word).view(HALF["bf16"]).astype(np.float32) for word in x)
             exact = {"add": a + b, "sub": a - b, "mul": a * b}[kind[0]]
             return [exact.astype(HALF["bf16"]).view(np.uint32)]
+        if kind[0] == "lop3":  # (a & mask) | c
+            assert rest.endswith("0xea")
+            return [x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16)) | x[1].view(np.uint32)]
+        if kind[0] == "bfe":
+            first = int(rest.split(",")[2]) // 8
+            return [x[0].view(np.int8).reshape(-1, 4)[:, first].astype(np.int32)]
+        if name == "cvt.rn.f32.s32":
+            return [x[0].astype(np.float32)]
         if name == "mov.f32":
             return [np.zeros(self.lane.shape, np.float32)]
         if kind[0] == "mov":
@@ -183,6 +192,9 @@ class Machine:
         if kind[0] == "ldmatrix":
             return self._ldmatrix(x[0] + offset, "trans" in kind)
         if kind[0] == "mma":
+            if kind[3] == "m16n8k8":
+                zero = np.zeros_like(x[0])
+                return self._mma([*x[:2], zero, zero], [x[2], zero], x[3:], HALF[kind[-2]])
             return self._mma(x[:4], x[4:6], x[6:], HALF[kind[-2]])
         if kind[0] == "movmatrix":
             tile = x[0].view(np.uint16).reshape(-1, 8, 8)
@@ -318,6 +330,8 @@ def emulated(module, machine: Machine):
         mock.patch.object(rows, "register_value", lambda register: register[0]),
         mock.patch.object(rows, "pair_element", lambda pair, k: pair[k]),
     ]  # fmt: skip
+    if hasattr(module, "lanes"):
+        swaps.append(mock.patch.object(module.lanes, "arith", Arith))
     if hasattr(module, "decode_word"):
         decoded = lambda source, target, _=True: f"decode {source} {target}"
         swaps.append(mock.patch.object(module, "decode_word", decoded))

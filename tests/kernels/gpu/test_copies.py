@@ -34,21 +34,25 @@ def test_a_tile_holds_the_wanted_keys_and_zeros(dim, dtype, page, block, kv0, wa
     at_pool, at_table, size = 0, raw.size, raw.size + table.nbytes
     at_tile = -(-size // 1024) * 1024
     row_bytes = raw.shape[-1]
-    machine = Machine(128, at_tile + block * row_bytes)
+    at_box = at_tile + block * row_bytes
+    machine = Machine(128, at_box + 4 * block)
     machine.memory[:at_table] = raw.reshape(-1)
     machine.memory[at_table:size] = table.reshape(-1).view(np.uint8)
-    machine.memory[at_tile:] = 0xEE
+    machine.memory[at_tile:at_box] = 0xEE
     number = np.int32
     with emulated(copies, machine):
         where = [number(n) for n in (kv0, start, stop)]
         at, kind = np.full(128, at_table, np.int64), dict(page=page, heads=HEADS, heads_first=heads_first)
         own_rows = copies.pool_rows(at, number(req), number(head), *where, block=block, columns=COLUMNS, **kind)
         pool, tile = np.full(128, at_pool, np.int64), np.full(128, at_tile, np.int32)
-        copies.copy_block(pool, tile, own_rows, block=block, dim=dim, dtype=TYPES[dtype])
+        flat, box = own_rows.registers.reshape(-1), np.full(128, at_box, np.int32)
+        flat[0] = (flat[0][0].astype(np.int32),)
+        copies.put_rows(box, own_rows, block=block)
+        copies.copy_block(pool, tile, box, block=block, dim=dim, dtype=TYPES[dtype])
     want = np.zeros((block, row_bytes), np.uint8)
     for key in range(max(start, kv0), min(stop, kv0 + block)):
         line = raw[table[req, key // page]]
         want[key - kv0] = line[head, key % page] if heads_first else line[key % page, head]
     expected = np.zeros(block * row_bytes, np.uint8)
     place_tile(expected, 0, want)
-    np.testing.assert_array_equal(machine.memory[at_tile:], expected)
+    np.testing.assert_array_equal(machine.memory[at_tile:at_box], expected)

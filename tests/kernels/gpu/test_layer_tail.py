@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
-from pallas_kernels.gpu.layer_tail_config import ChainProduct, LayerTailConfig, choose, supports
+from pallas_kernels.gpu import merge_ranks_sm90
+from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, ChainProduct, LayerTailConfig, choose, supports
 
 SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projections
     "Llama 1B": (2048, 2048, 8192, (2048, 512, 512)),
@@ -90,6 +91,8 @@ def config_of(**changes):
         (dict(rows=0), "0 rows"),
         (dict(rows=16, ctas=15), "16 rows: 15 CTAs"),
         (dict(slots=2), "3 blocks in flight"),
+        (dict(ranks=9), "9 ranks"),
+        (dict(ctas=257), "257 CTAs"),
         (dict(token_stages=1), "2 blocks of tokens together"),
         (dict(ctas=3, rows=2), "4 units"),
         (dict(products=(ChainProduct(inner=192, widths=(256,)),)), "inner 192"),
@@ -162,22 +165,25 @@ class Launch:
 
     def __init__(self, config: LayerTailConfig):
         self.c, self.counters, self.written, self.used = config, {}, set(), {}
+        self.ranks = [self]  # the launches of all ranks
 
     def run(self, late: int, seed: int) -> None:
-        """Until all have ended. The CTA `late` runs only when no other can."""
+        """Until all have ended. The CTA `late` of the last rank runs only when no other can."""
         threads = []
-        for cta in range(self.c.ctas):
+        for launch, cta in itertools.product(self.ranks, range(self.c.ctas)):
             rings = Ring(self.c.slots), Ring(self.c.token_stages)
-            roles = self.load_weights(cta, rings[0]), self.load_tokens(cta, rings[1]), self.compute(cta, *rings)
-            threads += [[cta, role, lambda: True] for role in roles]
+            roles = launch.load_weights(cta, rings[0]), launch.load_tokens(cta, rings[1]), launch.compute(cta, *rings)
+            is_late = launch is self.ranks[-1] and cta == late
+            threads += [[is_late, role, lambda: True] for role in roles]
         random.Random(seed).shuffle(threads)
         while threads:
-            moved = self.advance([t for t in threads if t[0] != late])
-            if not moved and not self.advance([t for t in threads if t[0] == late]):
+            moved = self.advance([t for t in threads if not t[0]])
+            if not moved and not self.advance([t for t in threads if t[0]]):
                 raise AssertionError(f"deadlock: {len(threads)} warpgroups wait")
             threads = [t for t in threads if t[2] is not None]
 
-    def advance(self, threads) -> bool:
+    @staticmethod
+    def advance(threads) -> bool:
         moved = False
         for thread in threads:
             while thread[2] is not None and thread[2]():
@@ -268,6 +274,13 @@ class Launch:
         for strip in range(p.strips):
             if strip * self.c.shares < (share + 1) * p.strips and (strip + 1) * self.c.shares > share * p.strips:
                 assert {("part", i, split, strip) for split in range(p.splits)} <= self.written
+        if i != 3 and self.c.ranks > 1:
+            for launch in self.ranks:
+                launch.written.add(("sent", i, row, share, self))
+                if launch is not self:
+                    launch.arrive(("ranks", i, row, share))
+            yield self.arrived(("ranks", i, row, share), self.c.ranks - 1)
+            assert {("sent", i, row, share, launch) for launch in self.ranks} <= self.written
         if i == 3:  # the factor of the token's norm needs the squares of all shares
             assert {("norm", 3, row, s) for s in range(self.c.shares)} <= self.written
             self.written.add(("row", row, share))
@@ -277,8 +290,11 @@ class Launch:
 
 
 def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0) -> None:
-    launch = Launch(config)
+    launch, *others = ranks = [Launch(config) for _ in range(config.ranks)]
+    for each in ranks:
+        each.ranks = ranks
     launch.run(late, seed)
+    assert all(other.used.keys() == launch.used.keys() for other in others)
     blocks = sum(p.strips * p.pieces * p.inner // 128 for p in config.products)
     assert len(launch.used) == blocks  # every block of every weight, each once
     if len(config.products) == 4:
@@ -299,6 +315,21 @@ def test_a_launch_ends_and_reads_only_what_was_written(name, rows, ctas):
     assert config is not None
     for seed, late in enumerate((0, ctas // 2, config.products[0].units - 1)):
         check_launch(config, late, seed)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_launches_of_several_ranks_end_and_read_only_what_was_sent(ranks):
+    config = choose(33, *SHAPES["hidden 896"], 114, ranks=ranks)
+    assert config is not None and config.ranks == ranks
+    for seed, late in enumerate((0, 40)):
+        check_launch(config, late, seed)
+
+
+def test_counters_of_ranks_do_not_overlap():
+    """Of two products and every CTA, in 32 bytes each, behind those of CTAs."""
+    places = {4 * 32 * arrivals.COUNTERS + 32 * (i * MAX_CTAS + cta) for i in range(2) for cta in range(MAX_CTAS)}
+    assert len(places) == 2 * MAX_CTAS and max(places) + 32 == 4 * arrivals.WORDS
+    assert min(places) >= 4 * 32 * (arrivals.share_added(3, 7) + 1)
 
 
 def caught(config: LayerTailConfig) -> str:
@@ -345,3 +376,39 @@ def test_it_lowers_for_cuda(name, rows):
     export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*args)
     assert [x.shape for x in export.out_avals[:1]] == [(rows, hidden)]
     assert "mosaic_gpu_v2" in export.mlir_module()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_it_lowers_for_several_ranks_with_the_addresses_of_all(ranks):
+    config = choose(13, *SHAPES["small"], 132, ranks=ranks)
+    mesh = jax.make_mesh((ranks,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
+    hidden, heads, wide, following = SHAPES["small"]
+    zeros = lambda *dims: jnp.zeros(dims, jnp.bfloat16)
+
+    def on_rank():
+        weights = ((zeros(heads, hidden),), (zeros(hidden, wide),) * 2, (zeros(wide, hidden),))
+        weights += (tuple(zeros(hidden, width) for width in following),)
+        counters = (jnp.zeros(arrivals.WORDS, jnp.int32),) * 2
+        return kernel.layer_tail(zeros(13, heads), zeros(13, hidden), weights, (zeros(hidden),) * 2, counters, config)[0]
+
+    text = lowered_on(mesh, on_rank)
+    assert f'xla_replica_ids = "{",".join(map(str, range(ranks)))}"' in text
+
+
+@pytest.mark.parametrize(("rows", "width", "dtype"), [(30, 128, "bfloat16"), (5, 64, "float32"), (8, 256, "float32")])
+def test_the_merge_of_ranks_lowers_with_the_addresses_of_all(rows, width, dtype):
+    assert merge_ranks_sm90.supports(rows, width, 2)
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    state = lambda: (jnp.ones((rows, width)), jnp.ones(rows))
+    text = lowered_on(mesh, lambda: merge_ranks_sm90.merge_ranks(*state(), 2, dtype)[0])
+    assert 'xla_replica_ids = "0,1"' in text
+    refused = [(0, 128, 2), (merge_ranks_sm90.MAX_ROWS + 1, 128, 2), (8, 96, 2), (8, 512, 2), (8, 128, 9), (8, 128, 1)]
+    assert not any(merge_ranks_sm90.supports(*sizes) for sizes in refused)
+
+
+def lowered_on(mesh, function) -> str:
+    """The module of a function that each device of the mesh calls."""
+    specs = dict(mesh=mesh, in_specs=(), out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    run = jax.jit(jax.shard_map(function, **specs))
+    return jax.export.export(run, platforms=["cuda"], disabled_checks=[check])().mlir_module()

@@ -28,6 +28,8 @@ REFUSED = {
     "soft cap": dict(logits=LogitRule(scale=0.07, soft_cap=30.0)),
     "sinks": dict(has_sinks=True),
     "4 bits": dict(kv_dtype="int4"),
+    "pairs of CTAs over 8 bits": dict(paired=True, kv_dtype="int8"),
+    "listed keys of 8 bits": dict(listed=True, kv_dtype="int8"),
 }
 LOWERED = {
     "decode": {},
@@ -37,11 +39,18 @@ LOWERED = {
     "per request": dict(per_request_causal=True),
     "latent 384": dict(latent_dim=384),
     "e4m3": dict(kv_dtype="float8_e4m3fn"),
+    "e4m3, at most 16 rows": dict(kv_dtype="float8_e4m3fn", dtype="float16", max_rows=16),
+    "int8, at most 16 rows, whole rows, page 16": dict(
+        kv_dtype="int8", dtype="float16", max_rows=16, whole_rows=True, page_size=16
+    ),
     "int8 for f16, latent 384, rope 128": dict(latent_dim=384, rope_dim=128, dtype="float16", kv_dtype="int8"),
+    "pairs of CTAs": dict(num_heads=128, group=128, paired=True),
+    "listed": dict(num_heads=128, group=64, listed=True),
     "e5m2, 128 heads, whole rows, page 16": dict(
         num_heads=128, group=64, whole_rows=True, page_size=16, kv_dtype="float8_e5m2"
     ),
 }
+NARROW = dict(latent_dim=256, dtype="float16")
 BATCHES = {  # name -> (query length, total length) of each request, fields of the config, padding tokens
     "decode": (((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63)), dict(page_size=16), 0),
     "two units of heads": (((1, 300), (1, 129)), dict(num_heads=128, num_ctas=2), 3),
@@ -63,6 +72,16 @@ BATCHES = {  # name -> (query length, total length) of each request, fields of t
     "e5m2, 64 heads": (((1, 200), (1, 130)), dict(kv_dtype="float8_e5m2", num_heads=64, page_size=128), 0),
     "maxima that rise by more than the slack and by less": (
         ((1, 400), (3, 330)), dict(logits=LogitRule(scale=0.6), num_ctas=2), 0,
+    ),
+    "e4m3, 16 rows": (
+        ((1, 300), (1, 0), (1, 65), (1, 1)), dict(kv_dtype="float8_e4m3fn", page_size=16, num_ctas=2) | NARROW, 3,
+    ),
+    "e5m2, 8 heads of 2 tokens, whole rows": (
+        ((2, 129), (1, 2), (0, 0), (2, 500), (2, 1)),
+        dict(kv_dtype="float8_e5m2", num_heads=8, whole_rows=True, rope_dim=128) | NARROW, 70,
+    ),
+    "int8, 4 heads, maxima that rise": (
+        ((4, 700), (3, 64)), dict(kv_dtype="int8", num_heads=4, logits=LogitRule(scale=0.6)) | NARROW, 0,
     ),
     "e4m3, CTAs without a piece": (((1, 1), (0, 0), (1, 70)), dict(kv_dtype="float8_e4m3fn", num_ctas=6), 0),
 }  # fmt: skip
@@ -94,7 +113,7 @@ def test_lowers_for_cuda(name):
         shape((8, config.num_heads, config.head_dim), jnp.dtype(config.dtype)),
         shape((32, page, config.head_dim if config.whole_rows else config.latent_dim), dtype),
         shape((32, page, config.rope_dim), dtype),
-        shape((8, 16), jnp.int32),
+        shape((8, 64), jnp.int32),
         shape((9,), jnp.int32),
         shape((8,), jnp.int32),
         shape((8,), jnp.bool_),
@@ -136,19 +155,54 @@ def make_batch(lengths, config, pads, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("fields", [dict(whole_rows=True), dict(num_heads=128, group=64)], ids=["whole rows", "split"])
+def test_listed_rows_alone_are_keys(fields):
+    from tests.kernels.gpu.interpreter import interpreted
+
+    config = MlaKernelConfig(**(BASE | dict(latent_dim=128, num_ctas=3, listed=True, page_size=16) | fields))
+    rng, counts, width = np.random.default_rng(0), [130, 0, 1, 64], 192
+    pool = rng.standard_normal((20, 16, 192)).astype(jnp.bfloat16)
+    lists = np.full((4, width), -1, np.int32)
+    for t, n in enumerate(counts):
+        lists[t, :n] = rng.permutation(320)[:n]
+    lists[0, [0, 70, 129]] = -1
+    pool.reshape(320, 192)[np.setdiff1d(np.arange(320), lists)] = np.nan
+    q = rng.standard_normal((4, config.num_heads, 192)).astype(jnp.bfloat16)
+    split = (pool, None) if config.whole_rows else np.split(pool, [128], axis=-1)
+    latents, ropes = (None if x is None else jnp.asarray(x) for x in split)
+    with interpreted():
+        work = build_work_list(jnp.arange(5), jnp.asarray(counts), 4, config.attention)
+        out, lse = latent_attention(jnp.asarray(q), latents, ropes, jnp.asarray(lists), work, config)
+    keys = [pool.reshape(320, 1, 192)[row[row >= 0]].astype(np.float64) for row in lists]
+    values, scale = [rows[..., :128] for rows in keys], config.logits.scale
+    want, want_lse = ragged(np.asarray(q, np.float64), keys, values, [1] * 4, scale=scale, causal=False)
+    np.testing.assert_allclose(np.asarray(out, np.float64), want, atol=2e-2)
+    np.testing.assert_allclose(np.asarray(lse), want_lse, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
 @pytest.mark.parametrize("name", BATCHES)
 def test_is_attention_over_the_rows(name):
     from tests.kernels.gpu.interpreter import interpreted
 
     lengths, fields, pads = BATCHES[name]
     fields = dict(latent_dim=128, num_ctas=3, logits=LogitRule(scale=0.07), page_size=64, num_heads=16) | fields
-    group = heads_of_unit(fields["num_heads"], max(n for n, _ in lengths))
-    config = MlaKernelConfig(group=group, **fields)
+    longest = max(n for n, _ in lengths)
+    group = heads_of_unit(fields["num_heads"], longest)
+    config = MlaKernelConfig(group=group, max_rows=group * longest, **fields)
+    assert config.is_narrow == (config.latent_dim == 256)
     args, (starts, seqs), requests = make_batch(lengths, config, pads)
+    queries = np.asarray(args[0], np.float64)
     with interpreted():
         work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config.attention)
-        out, lse = (np.asarray(x, np.float64) for x in latent_attention(*args, work, config))
-    q, end = np.asarray(args[0], np.float64)[: starts[-1]], starts[-1]
+        factors = None
+        if config.is_decoded:  # powers of two: queries divided by them are exact
+            factors = np.exp2(np.arange(args[0].shape[0] * config.num_heads) % 5 - 2).reshape(args[0].shape[:2])
+            args = (args[0] / jnp.asarray(factors, args[0].dtype)[..., None], *args[1:])
+            factors = jnp.asarray(factors, jnp.float32)
+        out, lse = (np.asarray(x, np.float64) for x in latent_attention(*args, work, config, factors))
+    q, end = queries[: starts[-1]], starts[-1]
     keys = [rows[:, None] for rows in requests]
     values = [rows[:, None, : config.latent_dim] for rows in requests]
     scale = config.logits.scale

@@ -16,10 +16,10 @@ from tests.kernels.gpu.simt import Arith, Machine, emulated
 from tests.ops.test_quantised import drawn
 
 CASES = {
-    "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2),
-    "int4, a group within a step": dict(format="int4", group=32, scale_dtype="float32", unroll=4, warpgroups=2),
-    "AWQ": dict(format="int4", group=128, scale_dtype="bfloat16", has_zeros=True, unroll=2, splits=2),
-    "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16", unroll=1, rows=13, warpgroups=2, splits=2),
+    "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=3),
+    "int4, a group within a step": dict(format="int4", group=32, scale_dtype="float32", unroll=4, across=2, along=2),
+    "AWQ": dict(format="int4", group=128, scale_dtype="bfloat16", has_zeros=True, unroll=2, depth=2, splits=2),
+    "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16", unroll=1, depth=3, rows=13, across=1, along=4, splits=2),
     "int8": dict(format="int8", group=256, scale_dtype="float32", unroll=2),
     "GPTQ of 8 bits": dict(format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, splits=4),
     "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32", unroll=2, rows=11),
@@ -58,19 +58,22 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
         arrays = (weight.values, weight.scales, weight.zero_points)
         addresses += [memory.add(np.asarray(y)) for y in arrays if y is not None]
     outs = [memory.add(np.full((len(x), width), np.nan, np.float32)) for width in cfg.widths]
-    machine = memory.machine(128 * cfg.parts)
+    machine = memory.machine(128 * cfg.warpgroups * cfg.splits)
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
     whole = machine.lane // 128
 
     def loop(count, carry, step):
-        for i in range(count[0]):
+        for i in range(count.max()):
             carry = step(every(i), carry)
         return carry
 
     def of_peer(place, rank):
         return base + rank * shared + (place - base) % shared
 
-    swaps = dict(_loop=loop, _wait_for_all=lambda cfg: None, _of_peer=of_peer)
+    def where(condition, compute, otherwise):
+        return jax.tree.map(lambda new, old: np.where(condition, new, old).astype(np.float32), compute(), otherwise)
+
+    swaps = dict(_loop=loop, _where=where, _hold=lambda: None, _wait_for_rows=lambda: None, _wait_to_leave=lambda cfg: None, _wait_for_all=lambda cfg: None, _of_peer=of_peer)
     with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps), mock.patch.object(codes, "arith", Arith):
         for strip in range(cfg.strips):
             for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
@@ -146,7 +149,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
         (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
         (dict(dtype="int8"), "results int8: wanted floats"),
-        (dict(warpgroups=4, splits=8), "32 parts of 8 steps"),
+        (dict(across=1, along=4, splits=8), "32 parts of 8 steps"),
         (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
     ],
 )

@@ -102,7 +102,7 @@ def test_products_softmax_and_join_are_attention(
             kind = dict(
                 rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16" if decoded else name
             )
-            kind["parts"] = max(scaled, 1)
+            kind |= dict(parts=max(scaled, 1), lean=wgs == 1)  # of the warp-level kernel's one warpgroup
             own = types.SimpleNamespace(registers=np.empty(2, object))
             own.registers[:] = [(tiny[key + 8 * i],) for i in range(2)]
             state = warps.softmax_times_values(at["v"], x, factor, *state, mine, own if scaled else None, **kind)
@@ -114,7 +114,8 @@ def test_products_softmax_and_join_are_attention(
         )
         number = lambda n: np.full(threads, n, np.int32)
         for n in range(rows8):
-            warps.put_state(scratch, at["stats"], *state, warpgroup, n, rows8=rows8, decoded=decoded, **kind)
+            own = dict(rows8=rows8, decoded=decoded, lean=wgs == 1)
+            warps.put_state(scratch, at["stats"], *state, warpgroup, n, **own, **kind)
             part, where = (
                 (number(is_part), number(slot)),
                 (*map(number, (tok0, head0, row0, rows)), warpgroup.astype(np.int32)),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
 
@@ -295,8 +296,8 @@ def test_ranges_of_tokens_are_the_keys_of_spans_and_prefixes(name, flat):
     q_pos = np.arange(starts[-1]) - starts[owner] + first[owner]
     inside = q_pos <= last[owner]
     spans[: starts[-1]][inside] = np.stack([first, last], 1)[owner][inside]
-    own = wl.token_ranges(starts, seqs, tokens, mask, spans=spans)
-    before = np.asarray(wl.token_ranges(starts, seqs, tokens, mask, spans=spans, prefix_lens=prefixes))
+    own = token_ranges(starts, seqs, tokens, mask, spans=spans)
+    before = np.asarray(token_ranges(starts, seqs, tokens, mask, spans=spans, prefix_lens=prefixes))
     info = np.asarray(wl.build_work_list(starts, seqs, tokens, config, ranges=own).info)
     tiles = len(info) - -(-2 * tokens // 16)
     ranges = info[tiles:].reshape(-1)[: 2 * tokens].reshape(-1, 2)

@@ -1,0 +1,65 @@
+"""mla_gpu_prefill: the pages of a batch, and long prompts with numpy's attention in the place of the paged kernel."""
+
+from unittest import mock
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from jattn import MLAAttention, MLAParams, MLASpec, mla_cache_spec
+from jattn.backends import mla_gpu_prefill
+from jattn.backends.mla_gpu_prefill import pages_of, projected_prefill
+from tests.backends.paged_oracle import INSTEAD
+from tests.ops.latent import normal, poisoned_table
+from tests.oracle.mla import latent_attention
+
+SPEC = MLASpec(num_heads=4, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=48)
+QUERIES, TOTALS = (30, 1, 0, 12, 9, 20), (700, 400, 5, 12, 300, 28)
+CASES = {  # cache pages, bytes of a window, pages of a small one, the rotated part by the product, rows of new tokens
+    "one window": (16, 2**30, 32, True, False),
+    "small windows after large ones": (64, 400_000, 1, True, False),
+    "concatenated, new rows given": (16, 400_000, 2, False, True),
+}
+
+
+def test_pages_are_those_of_the_requests_end_to_end():
+    counts, page, found = jnp.array([5, 0, 8, 1, 9]), 4, {r: [] for r in range(5)}
+    for low in (0, 3, 6):  # 8 pages: 2, 0, 2, 1, 3
+        pages = pages_of(counts, jnp.int32(low), 3, page, 12)
+        for r, n in enumerate(np.asarray(pages.lens)):
+            held = np.asarray(pages.table)[r, : -(-n // page)]
+            assert (np.asarray(pages.request)[held] == r).all()
+            positions, live = (np.asarray(x)[held].reshape(-1) for x in (pages.position, pages.live))
+            assert live[:n].all() and not live[n:].any()
+            found[r] += list(positions[:n])
+    assert [found[r] for r in range(5)] == [list(range(n)) for n in np.asarray(counts)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_long_prompt_is_attention_by_its_definition(name):
+    size, window, small, joined, given = CASES[name]
+    table = poisoned_table(TOTALS, size, 200, 60)
+    written = MLAAttention(SPEC, mla_cache_spec(SPEC, 200, size), "mla_sdpa")
+    params = written.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 4, 80) / 12, kv_c_scale=0.5))
+    kv_c, k_pe = (np.asarray(jnp.asarray(normal(s, 1445, d), jnp.bfloat16), np.float32) for s, d in ((2, 128), (3, 64)))
+    plan = written.build(jattn.CommonAttentionMetadata.from_lengths(TOTALS, TOTALS, table, size))
+    cache = written.write(kv_c, k_pe, written.empty_cache(float("nan")), plan, MLAParams())
+    count = sum(QUERIES)
+    options = dict(num_tokens=count + 5, num_reqs=8)
+    m = written.build(jattn.CommonAttentionMetadata.from_lengths(QUERIES, TOTALS, table, size, **options))
+    q = normal(4, count + 5, 4, 96).astype(jnp.bfloat16)
+    ends, rows = np.cumsum(TOTALS), None
+    if given:
+        new = np.concatenate([np.arange(e - n, e) for e, n in zip(ends, QUERIES, strict=True)])
+        rows = tuple(jnp.asarray(np.pad(x[new], ((0, 5), (0, 0)), constant_values=np.nan)) for x in (kv_c * 0.5, k_pe))
+    patches = dict(WINDOW_BYTES=window, SMALL_WINDOW=small, JOINED=joined)
+    with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
+        state = projected_prefill(written.impl._latent, jnp.asarray(q), cache, m, params, rows)
+    out, lse = np.asarray(state.out, np.float64), np.asarray(state.lse)
+    split = np.split(kv_c * 0.5, ends[:-1]), np.split(k_pe, ends[:-1])
+    proj = normal(1, 128, 4, 80) / 12
+    want, want_lse = latent_attention(np.asarray(q, np.float64)[:count], *split, proj, QUERIES, nope=32)
+    np.testing.assert_allclose(out[:count], want, atol=2e-2)
+    np.testing.assert_allclose(lse[:count], want_lse, atol=2e-2)
+    assert state.out.dtype == q.dtype and (out[count:] == 0).all() and np.isneginf(lse[count:]).all()

@@ -1,0 +1,75 @@
+"""`pallas_tpu_invariant`: the same bits for a request in every batch; `pallas_tpu`: for requests with one new token."""
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import jattn
+from jattn import models
+from jattn.backends import Feature
+from jattn.engine import admission
+from tests.backends.test_pallas_tpu import LAYER, POOL, V6E
+from tests.cases import FEATURES, Case
+from tests.kernels.tpu.interpreted import SMALL
+from tests.problem import Problem
+from tests.running import conform, run
+
+NAME = "pallas_tpu_invariant"
+BATCH = Case("a decode, a chunk and a few tokens", (1, 40, 3), (290, 70, 30))
+
+
+def bits(problem: Problem, backend: str, r: int) -> bytes:
+    """Of request r's out and lse."""
+    _, state = run(problem, backend)
+    start = sum(problem.case.query_lens[:r])
+    rows = slice(start, start + problem.case.query_lens[r])
+    return b"".join(np.asarray(x)[rows].tobytes() for x in (state.out, state.lse))
+
+
+@pytest.fixture(autouse=True)
+def _on_a_tpu(monkeypatch):
+    monkeypatch.setattr(jattn.device, "detect", lambda: V6E)
+
+
+@pytest.mark.parametrize("mode", ["on_wait", "eager"])
+def test_a_request_has_the_same_bits_alone_and_in_a_batch(mode):
+    problem = SMALL.replace(case=BATCH, feature=FEATURES["cap_sinks_window"], head_dim=128)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode=mode)):
+        conform(problem, NAME)
+        for r in (0, 2):
+            assert bits(problem, NAME, r) == bits(problem.alone(r), NAME, 0), f"request {r}"
+        assert bits(problem, "pallas_tpu", 0) == bits(problem.alone(0), "pallas_tpu", 0), "one new token"
+
+
+def test_the_sizes_of_tiles_follow_the_batch_in_one_of_them_only():
+    """A few tokens have small chunks in a batch of their own, and other keys are then seen by all rows of a chunk."""
+    from jattn.backends.pallas_tpu import kernel_config
+
+    spec, cache_spec = jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL)
+    metas = [jattn.CommonAttentionMetadata.from_lengths([n], [99], [list(range(7))], 16) for n in (1, 3, 40)]
+    sizes = lambda invariant: {
+        (c.tile_rows, c.chunk_rows)
+        for c in (kernel_config(spec, cache_spec, common=meta, invariant=invariant) for meta in metas)
+    }
+    assert len(sizes(True)) == 1 and len(sizes(False)) > 1
+
+
+CHOSEN = [((), "pallas_tpu"), ((Feature.DECODE_BATCH_INVARIANCE,), "pallas_tpu"), ((Feature.BATCH_INVARIANCE,), NAME)]
+
+
+@pytest.mark.parametrize(("needs", "name"), CHOSEN)
+def test_what_is_chosen_where_invariance_is_needed(needs, name):
+    spec, cache_spec = jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL)
+    assert jattn.PagedAttention(spec, cache_spec, platform=V6E, needs=needs).backend_name == name
+
+
+def test_a_deterministic_engine_takes_the_kernel_on_a_tpu():
+    options = dict(
+        model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=512, intermediate_size=64,
+        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu",
+    )  # fmt: skip
+    config = models.config_of(options)
+    caches = jax.eval_shape(lambda: config.make_caches(8, 16, "bfloat16"))
+    assert admission.model_of(config, caches, None, "auto", True).backend == "pallas_tpu"

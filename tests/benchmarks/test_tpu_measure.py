@@ -1,0 +1,77 @@
+"""The TPU kernel's timing and its sweep of sizes, as far as they go without a TPU."""
+
+import dataclasses
+import pathlib
+import runpy
+import sys
+
+import pytest
+
+from benchmarks.tpu import aot, measure, sweep
+from pallas_kernels import tuning
+from pallas_kernels.tpu import tile_policy
+from pallas_kernels.tpu.config import TpuKernelConfig
+
+LEAST = dict(ns=2.0, limit="memory")
+
+
+def test_without_a_tpu_the_command_measures_nothing(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["measure"])
+    with pytest.raises(SystemExit) as end, pytest.warns(RuntimeWarning, match="found in sys.modules"):
+        runpy.run_module("benchmarks.tpu.measure", run_name="__main__")
+    assert end.value.code == 2 and "not a TPU" in capsys.readouterr().out
+
+
+def test_a_time_refutes_what_it_contradicts():
+    assert measure.refuted(2.2, LEAST, 0.001) == []
+    (low,) = measure.refuted(1.8, LEAST, 0.001)
+    assert "lower limit: measured 0.90" in low
+    (high,) = measure.refuted(3.0, LEAST, 0.001)
+    assert "measured 1.50 times the least time" in high
+    wrong, unknown = measure.refuted(2.0, None, 0.5)
+    assert "differ by 0.5" in wrong and "none for this one" in unknown
+
+
+def test_a_case_is_computed_and_compared_with_sdpa(monkeypatch):
+    """On this machine with sdpa in place of the kernel."""
+    monkeypatch.setattr(measure, "CASES", {"decode": ((1,) * 6, 200), "prefill": ((130,) * 2, 130)})
+    monkeypatch.setattr(measure, "CALLS", 1)
+    for case, pairs in (("decode", 6 * 200), ("prefill", 2 * 130 * 131 // 2)):
+        row = measure.measure(case, "v6e", backend="sdpa")
+        assert measure.pairs(*measure.CASES[case]) == pairs
+        assert row["ms"] * 1e6 == pytest.approx(row["ns"] * pairs, rel=0.01) and row["difference"] < measure.TOLERANCE
+
+
+def test_one_size_is_changed_at_a_time():
+    assert sweep.candidates("decode")[0] == {} and all(len(sizes) < 2 for sizes in sweep.candidates("prefill"))
+    assert sweep.name_of({}) == "default" and sweep.name_of(dict(block_kv=512)) == "block_kv=512"
+
+
+def test_the_best_sizes_are_those_that_short_contexts_like_among_equals():
+    rows = [
+        dict(variant="default", ns=2.0, bundles_at_200=900),
+        dict(variant="a", ns=2.01, bundles_at_200=700),
+        dict(variant="b", ns=3.0, bundles_at_200=100),
+        dict(variant="c", error="out of VMEM"),
+    ]
+    assert sweep.best(rows)["variant"] == "a"
+    assert sweep.best([dict(variant="x", ns=0.09), dict(variant="y", ns=0.0899)])["variant"] == "y"
+
+
+def test_the_best_sizes_of_prefill_spill_least_among_equals_and_make_the_table(tmp_path, monkeypatch):
+    row = dict(spills=900, spills_of_parts=[50, 60], prompt_512=147.0, prompt_8k=134.0, sizes={})
+    staged = row | dict(spills=100, prompt_8k=135.0, sizes=dict(staged_steps=True))
+    rows = [row, staged, row | dict(spills=1, prompt_8k=150.0)]
+    assert sweep.best(rows) is rows[1]
+    monkeypatch.setattr(sweep.tuning, "__file__", str(tmp_path / "__init__.py"))
+    sweep.write_table("v9", dict(prefill=rows), dict(libtpu="1"))
+    tile_policy.tuned_sizes.cache_clear()
+    assert tile_policy.tuned_sizes("v9") == dict(staged_steps=True) and tile_policy.tuned_sizes("v8") == {}
+    tile_policy.tuned_sizes.cache_clear()
+
+
+def test_each_generation_has_a_table_of_sizes_that_the_kernel_has():
+    fields = {field.name for field in dataclasses.fields(TpuKernelConfig)}
+    for chip in aot.TOPOLOGIES:
+        assert tile_policy.tuned_sizes(chip).keys() <= fields
+        assert (pathlib.Path(tuning.__file__).with_name(f"tpu_{chip}.json")).is_file()
