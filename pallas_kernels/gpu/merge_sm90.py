@@ -88,13 +88,13 @@ def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight=P
 
 def merge_parts(
     cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head, *, in_flight: int | None = None,
-    chunks: int | None = None, columns: int = COLUMNS,
+    chunks: int | None = None,
 ):  # fmt: skip
-    """(out, lse) with the rows of split units filled in, in place. A CTA merges `chunks` times `columns` columns.
+    """(out, lse) with the rows of split units filled in, in place. A CTA merges `chunks` times COLUMNS columns.
 
     None: as many as suit the kernel.
     """
-    width = math.gcd(cfg.v_head_dim, columns)
+    width = math.gcd(cfg.v_head_dim, COLUMNS)
     if in_flight is None:
         in_flight = LONG_PARTS_IN_FLIGHT if cfg.long_tiles else PARTS_IN_FLIGHT
     if chunks is None:
