@@ -59,6 +59,9 @@ FIELDS = {  # what a layer or its cache must say to ask for a feature; all other
     Feature.DIFF_KV: dict(v_head_dim=64),
     Feature.PACKED: dict(cache=None),
     Feature.FUSED_OUTPUT_QUANT: dict(output_dtype="float8_e4m3fn"),
+    Feature.EIGHT_BIT_PRODUCTS: dict(
+        compute_dtype="float8_e4m3fn", cache=dict(dtype="float8_e4m3fn", quant="per_tensor")
+    ),
 }
 SPELLED = {  # how a user says it, where the name alone does not tell
     Feature.SLIDING_WINDOW: "`sliding_window=W`",
@@ -82,6 +85,7 @@ SPELLED = {  # how a user says it, where the name alone does not tell
     Feature.CASCADE: "`jattn.cascade_attention`",
     Feature.LSE: "`state.lse`",
     Feature.FUSED_OUTPUT_QUANT: "`output_dtype`",
+    Feature.EIGHT_BIT_PRODUCTS: "`compute_dtype`",
     Feature.PER_HEAD_QUANT_SCALES: '`quant="per_head"`',
 }
 

@@ -20,7 +20,7 @@ from jattn.errors.arguments import (
     short,
 )
 from jattn.types import AttentionType, pytree
-from pallas_kernels.algebra import quant
+from pallas_kernels.algebra import quant, rounding
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 
@@ -62,6 +62,7 @@ class AttentionSpec:
     mask_fn: Callable | None = None  # mask_fn(head, q_pos, kv_pos) -> bool, True: visible; traceable by JAX
     score_fn: Callable | None = None  # score_fn(score, head, q_pos, kv_pos) -> score; traceable by JAX
     output_dtype: str | None = None  # 8-bit dtype of the result, scaled by params.output_scale. None: the query's dtype
+    compute_dtype: str | None = None  # "float8_e4m3fn": queries and weights are rounded to it. None: exact products
 
     if TYPE_CHECKING:  # the constructor also accepts None, an int as a window, and names of types
 
@@ -89,6 +90,7 @@ class AttentionSpec:
             mask_fn: Callable | None = None,
             score_fn: Callable | None = None,
             output_dtype: str | None = None,
+            compute_dtype: str | None = None,
         ) -> None: ...
 
     def __post_init__(self):
@@ -102,6 +104,7 @@ class AttentionSpec:
             sliding_window=_window(self.sliding_window),
             logits_soft_cap=_soft_cap(self.logits_soft_cap),
             output_dtype=_output_dtype(self.output_dtype),
+            compute_dtype=_compute_dtype(self.compute_dtype),
         )
         check_fields(self, num_kv_heads=integer(1), v_head_dim=integer(1), chunk_size=optional(integer(1)))
         if self.num_heads % self.num_kv_heads:
@@ -267,4 +270,11 @@ def _output_dtype(value) -> str | None:
     name = value if value is None or isinstance(value, str) else dtype_name("output_dtype", value)
     if name is not None and name not in quant.QUANTISED:
         raise ValueError(f"output_dtype={short(value)} must be one of {', '.join(quant.QUANTISED)}, or None")
+    return name
+
+
+def _compute_dtype(value) -> str | None:
+    name = value if value is None or isinstance(value, str) else dtype_name("compute_dtype", value)
+    if name not in (None, rounding.FP8):
+        raise ValueError(f"compute_dtype={short(value)} must be {rounding.FP8}, or None for exact products")
     return name

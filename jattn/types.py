@@ -72,6 +72,7 @@ class Feature(enum.StrEnum):
     PACKED = "attention without a cache"
     CASCADE = "levels of keys shared between requests"
     FUSED_OUTPUT_QUANT = "fused output quantization"
+    EIGHT_BIT_PRODUCTS = "products in 8 bits"
     DECODE_BATCH_INVARIANCE = "batch invariance of requests with one new token"
 
 

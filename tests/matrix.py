@@ -30,6 +30,7 @@ ASKED = {  # field of a spec -> how the document names what it asks for
     "mask_fn": "user mask_fn",
     "score_fn": "user score_fn",
     "output_dtype": "fused output quantization",
+    "compute_dtype": "products in 8 bits",
 }
 TPU = ("v_head_dim", "VMEM", "SMEM", "kv heads", "across encoder and decoder", "in the layout")
 COMBINATIONS = {  # what kernels of chips refuse together only: the document leaves that to `jattn.explain`

@@ -13,6 +13,7 @@ import traceback
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from benchmarks import records
@@ -147,8 +148,13 @@ class Reach:
         return rows
 
 
-def reference_row(case, config, host, req, i, head):
-    """float64 (out, lse) of one row, straight from the definition."""
+def _eight_bits(x):
+    """float64 values rounded to float8_e4m3fn."""
+    return np.asarray(np.clip(x, -448, 448), ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+def reference_row(case, config, host, req, i, head, rounds: bool = True):
+    """float64 (out, lse) of one row, straight from the definition. rounds: as compute_dtype says, if it is given."""
     q, k, v, table, starts, seqs, slopes, sinks, scales, tokens, reach = host
     seq, page = int(seqs[req]), case.page
     q_len = int(starts[req + 1] - starts[req])
@@ -180,6 +186,10 @@ def reference_row(case, config, host, req, i, head):
     if tokens is not None:
         keys, values = (x * np.asarray(y[at], np.float64)[:, None] for x, y in zip((keys, values), tokens, strict=True))
     row = np.asarray(q[int(starts[req]) + i, head].astype(jnp.float32), np.float64)
+    rounds = rounds and config.compute_dtype is not None
+    if rounds and row.any():
+        power = 2.0 ** (7 - np.floor(np.log2(abs(row).max())))
+        row = _eight_bits(row * power) / power
     x = keys @ row * rule.scale * scales[0]
     if rule.soft_cap:
         x = rule.soft_cap * np.tanh(x / rule.soft_cap)
@@ -196,10 +206,13 @@ def reference_row(case, config, host, req, i, head):
     top = max(x.max(), sinks[head]) if config.has_sinks else x.max()
     p = np.exp(x - top)
     total = p.sum() + (np.exp(sinks[head] - top) if config.has_sinks else 0.0)
+    if rounds:
+        shift = np.ceil(x.max() * np.log2(np.e)) - 8
+        p = _eight_bits(np.exp2(x * np.log2(np.e) - shift)) * np.exp2(shift - top * np.log2(np.e))
     return (p / total) @ values * scales[1], np.log(total) + top
 
 
-def check(case, config, inputs, params, out, lse, samples, seed=0):
+def check(case, config, inputs, params, out, lse, samples, seed=0, rounds=True):
     """(largest |out - ref|, largest relative row error, largest |lse - ref|) over sampled rows; pads must be 0."""
     q, k, v, table, starts, seqs = inputs
     host = (q, k, v, np.asarray(table), np.asarray(starts), np.asarray(seqs), *params)
@@ -213,7 +226,7 @@ def check(case, config, inputs, params, out, lse, samples, seed=0):
     worst, relative, worst_lse = 0.0, 0.0, 0.0
     for r, i in picks:
         head = int(rng.integers(case.num_heads))
-        want, want_lse = reference_row(case, config, host, r, i, head)
+        want, want_lse = reference_row(case, config, host, r, i, head, rounds)
         t = int(starts[r]) + i
         err = np.abs(out[t, head] - want)
         worst = max(worst, np.nan_to_num(err.max(), nan=np.inf))
@@ -270,11 +283,16 @@ def run_case(case, args, **extra):
         worst, relative, worst_lse = check(case, config, inputs, params, out, lse, args.samples)
         scale = abs(np.asarray(out, np.float32)).max()
         row["out_max"] = float(scale)
+        if config.compute_dtype is not None:
+            errors = check(case, config, inputs, params, out, lse, args.samples, rounds=False)
+            row |= dict(exact_rel_err=float(errors[1]), exact_lse_err=float(errors[2]))
         again = jax.block_until_ready(attend(q, k, v, table, work, scale_pools))[0]
         row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
     if args.time:
         run = (q, k, v, table, work, scale_pools)
+        if (wait := getattr(args, "before_timing", None)) is not None:
+            wait()
         us, parts = cupti.micros(attend, *run, iterations=args.iterations)
         row |= dict(us=us, parts=parts, list_us=cupti.micros(plan, starts, seqs, iterations=args.iterations)[0])
         row |= dict(bytes=case.read_bytes(), flop=case.flops())

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import records
 from benchmarks.gpu import cupti
 
-FIGURES = ("us", "xla_us", "differ", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "error")
+FIGURES = ("us", "xla_us", "differ", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "exact_rel_err", "error")
 LAST_SECONDS = 15  # nothing begins in them
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 

@@ -7,7 +7,9 @@ copies memory.
 """
 
 import argparse
+import functools
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from jax.experimental.mosaic.gpu import profiler
 import jattn
 from benchmarks import records
 from benchmarks.gpu.check import ceilings
+from jattn.backends import gpu_write
 
 HEADS, DIM, PAGE, BLOCKS = 8, 128, 16, 8192
 REPEATS = 5
@@ -27,14 +30,22 @@ CASES = {  # name: tokens, fields of the cache
     "write_8k_nhd": (8192, dict(layout="NHD")),
     "write_8k_page128": (8192, dict(block_size=128, num_blocks=1024)),
     "write_8k_fp8": (8192, dict(dtype="float8_e4m3fn", quant="per_tensor")),
+    "write_8k_fp8_token": (8192, dict(dtype="float8_e4m3fn", quant="per_token_head")),
     "write_8k_int8_token": (8192, dict(dtype="int8", quant="per_token_head")),
     "write_64_int8_token": (64, dict(dtype="int8", quant="per_token_head", layout="NHD")),
     "write_1000_d80": (1000, dict(head_dim=80, v_head_dim=48)),
 }
 
 
-def measure(name: str, iterations: int) -> dict:
-    """Compare the bits, then time the backend's write and XLA's scatter; without iterations only compare."""
+def measure(name: str, iterations: int, chunks: int | None = None) -> dict:
+    """Compare the bits, then time the backend's write and XLA's scatter; without iterations only compare.
+
+    chunks: of a thread, if not the default.
+    """
+    if chunks is not None:
+        write_rows = functools.partial(gpu_write.write_rows, chunks=chunks)
+        with mock.patch.object(gpu_write, "write_rows", write_rows):
+            return measure(name, iterations) | dict(variant=f"chunks={chunks}")
     tokens, fields = CASES[name]
     pool = jattn.KVCacheSpec(**(dict(num_blocks=BLOCKS, block_size=PAGE, num_kv_heads=HEADS, head_dim=DIM) | fields))
     spec = jattn.AttentionSpec(num_heads=32, num_kv_heads=HEADS, head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
@@ -97,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     records.add_options(parser)
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
     parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument("--chunks", type=int, nargs="*", help="times variants, too, with so many chunks a thread")
     args = parser.parse_args(argv)
     base = dict(backend="pallas_gpu") | records.provenance() | ceilings()
     print(base, flush=True)
@@ -104,11 +116,12 @@ def main(argv: list[str] | None = None) -> int:
     for name in CASES:
         if args.only and not any(part in name for part in args.only.split(",")):
             continue
-        row = measure(name, args.iterations)
-        row["share_of_copy"] = row["tb_s"] / base["ceiling_copy_tb_s"]
-        failed += not row["ok"]
-        print(row, flush=True)
-        records.write([base | row], "kv_write", records.folder_of(args))
+        for chunks in (None, *(args.chunks or ())):
+            row = measure(name, args.iterations, chunks)
+            row["share_of_copy"] = row["tb_s"] / base["ceiling_copy_tb_s"]
+            failed += not row["ok"]
+            print(row, flush=True)
+            records.write([base | row], "kv_write", records.folder_of(args))
     return int(failed > 0)
 
 

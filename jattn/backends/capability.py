@@ -149,6 +149,7 @@ def _needed_features(spec: AttentionSpec | MLASpec, cache_spec: KVCacheSpec | No
         (Feature.LSE, True, "every attention state has an lse"),
         (Feature.PACKED, cache_spec is None, "no cache_spec given"),
         (Feature.FUSED_OUTPUT_QUANT, layer.output_dtype is not None, f"output_dtype={layer.output_dtype}"),
+        (Feature.EIGHT_BIT_PRODUCTS, layer.compute_dtype is not None, f"compute_dtype={layer.compute_dtype}"),
     )
     return {feature: option for feature, needed, option in rows if needed}
 

@@ -29,6 +29,7 @@ from jattn.backends.capability import Question
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.parallel import ContextParallel
+from jattn.backends.sdpa import cache_of_eight_bit_products, without_gradient_if_quantised
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages, write_kv
 from jattn.device import Chip
@@ -37,7 +38,7 @@ from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
 from jattn.metadata.cascade import prefix_levels
 from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.metadata.parallel import KeyShard
-from jattn.ops.gradient import forward_only, paged_gradient
+from jattn.ops.gradient import paged_gradient
 from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
@@ -88,6 +89,7 @@ def kernel_config(
         dtype=dtype,
         out_dtype=out_dtype,
         kv_dtype=cache_spec.dtype,
+        compute_dtype=spec.compute_dtype,
         token_scales=cache_spec.quant == "per_token_head",
         mask=dataclasses.replace(mask, prefix=False),  # a prefix has a launch of its own
         logits=spec.logit_rule(),
@@ -229,9 +231,8 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams, counters=None
     ) -> AttentionState:
         """One launch for each level. counters: see ragged_paged_attention, for the last level."""
+        q, cache, params = without_gradient_if_quantised(self.spec, (q, cache, params))
         if (quantised := self.spec.output_dtype) is not None:
-            no_gradient = f"output_dtype={quantised!r}", "leave it None to differentiate"
-            q, cache, params = forward_only((q, cache, params), *no_gradient)
             spec = dataclasses.replace(self.spec, output_dtype=None)
             impl = dataclasses.replace(self, spec=spec, out_dtype="float32")
             state = impl._over_pages(q, cache, m, params, counters)
@@ -409,7 +410,7 @@ _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), ar
 
 IN_LEVELS = (
     *(Feature.SINK, Feature.PER_HEAD_QUANT_SCALES, Feature.NON_CAUSAL, Feature.SOFT_CAP, Feature.PER_REQUEST_CAUSAL),
-    *(Feature.DIFF_KV, Feature.LSE, Feature.FUSED_OUTPUT_QUANT),
+    *(Feature.DIFF_KV, Feature.LSE, Feature.FUSED_OUTPUT_QUANT, Feature.EIGHT_BIT_PRODUCTS),
 )
 """Features that a layer may need beside levels of keys: they do not depend on the positions of queries and keys."""
 
@@ -476,6 +477,7 @@ class PallasGpuBackend(PagedKernelBackend):
             Feature.CASCADE,
             Feature.DCP,
             Feature.FUSED_OUTPUT_QUANT,
+            Feature.EIGHT_BIT_PRODUCTS,
         }
     )
 
@@ -507,6 +509,8 @@ class PallasGpuBackend(PagedKernelBackend):
 
     @classmethod
     def supports_combination(cls, question: Question) -> str | None:
+        if (reason := cache_of_eight_bit_products(question)) is not None:
+            return reason
         if question.needs_feature(Feature.CASCADE) and (found := _against_levels(question)):
             return f"levels of keys not supported with {', '.join(found)}: queries of one tile have no order among them"
         if question.needs_feature(Feature.DCP) and (found := _against_shards(question)):

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from jattn.backends.capability import cache_dtype_name
+from jattn.backends.capability import Question, cache_dtype_name
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
@@ -12,8 +12,9 @@ from jattn.ops.gradient import forward_only
 from jattn.ops.levels import Level, attend_levels, batch_of, levels_of_cascade, shared_prefix, single_level
 from jattn.ops.parallel import shard_level
 from jattn.ops.state import AttentionState
+from jattn.spec import AttentionSpec
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree, static
-from pallas_kernels.algebra import quant
+from pallas_kernels.algebra import quant, rounding
 
 
 @pytree
@@ -103,23 +104,42 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
 
     def forward(self, q, cache, m: SdpaMetadata, params=None) -> AttentionState:
         q, cache, params = self._without_gradient_if_quantised((q, cache, params))
-        path, combine = self.path or fastest_path(self.chip), self.parallel.combine
+        path, combine = self._path, self.parallel.combine
         return attend_levels(self.spec, path, m.is_causal, q, cache, m.levels, params, combine=combine)
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params=None) -> AttentionState:
         q, k, v, params = self._without_gradient_if_quantised((q, k, v, params))
-        path, max_query_len = self.path or fastest_path(self.chip), queries_of(meta, self.spec.attn_type).max_query_len
-        call = AttentionCall(self.spec, meta.is_causal, max_query_len, path)
+        max_query_len = queries_of(meta, self.spec.attn_type).max_query_len
+        call = AttentionCall(self.spec, meta.is_causal, max_query_len, self._path)
         return attend_packed(call, q, k, v, batch_of(meta, self.spec.attn_type), params)
 
     def fused_output_quant_supported(self, quant_key: str) -> bool:
         return cache_dtype_name(quant_key) in quant.QUANTISED
 
+    @property
+    def _path(self) -> Path:
+        """The loop for CPUs rounds nothing to 8 bits."""
+        return self.path or ("chunked" if self.spec.compute_dtype else fastest_path(self.chip))
+
     def _without_gradient_if_quantised(self, inputs):
-        """The inputs. If the result is quantised, a gradient raises; without this it would be 0."""
-        if self.spec.output_dtype is None:
-            return inputs
-        return forward_only(inputs, f"output_dtype={self.spec.output_dtype!r}", "leave it None to differentiate")
+        """The inputs. If numbers are rounded to 8 bits, a gradient raises; without this it would be 0."""
+        return without_gradient_if_quantised(self.spec, inputs)
+
+
+def without_gradient_if_quantised(spec: AttentionSpec, inputs):
+    """The inputs. If the layer rounds its result, or queries and weights, a gradient raises."""
+    for name in ("output_dtype", "compute_dtype"):
+        if (dtype := getattr(spec, name)) is not None:
+            inputs = forward_only(inputs, f"{name}={dtype!r}", "leave it None to differentiate")
+    return inputs
+
+
+def cache_of_eight_bit_products(question: Question) -> str | None:
+    """The reason against this cache of a layer with compute_dtype, if there is one."""
+    if not question.needs_feature(Feature.EIGHT_BIT_PRODUCTS) or question.kv_cache_dtype == rounding.FP8:
+        return None
+    seen = "no cache" if question.kv_cache_dtype in (None, "auto") else f"a {question.kv_cache_dtype} cache"
+    return f"{Feature.EIGHT_BIT_PRODUCTS} not supported with {seen}: {rounding.FP8} supported"
 
 
 class SdpaBackend(AttentionBackend):
@@ -169,5 +189,10 @@ class SdpaBackend(AttentionBackend):
             Feature.PACKED,
             Feature.CASCADE,
             Feature.FUSED_OUTPUT_QUANT,
+            Feature.EIGHT_BIT_PRODUCTS,
         }
     )
+
+    @classmethod
+    def supports_combination(cls, question: Question) -> str | None:
+        return cache_of_eight_bit_products(question)

@@ -14,7 +14,7 @@ from jattn.ops.layer import layer_terms, output_dtype
 from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
-from pallas_kernels.algebra import quant
+from pallas_kernels.algebra import quant, rounding
 
 Path = Literal["dense", "chunked", "cpu_loop"]
 """The two forms of the reference (jattn.ops.reference), and the loop tuned for CPUs (jattn.ops.cpu_loop)."""
@@ -51,6 +51,8 @@ def _attend(
 ) -> AttentionState:
     terms = layer_terms(call.spec, call.is_causal, params)
     q_dtype, q = q.dtype, _real_queries(q, params)
+    if call.spec.compute_dtype is not None:
+        q = rounding.round_rows(q, call.spec.compute_dtype)
     dtype = call.out_dtype or output_dtype(q_dtype, call.spec)
     match call.path:
         case "cpu_loop":

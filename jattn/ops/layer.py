@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jattn.ops.ragged import QueryRows
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import pytree, static
-from pallas_kernels.algebra import mask, quant, softmax
+from pallas_kernels.algebra import mask, quant, rounding, softmax
 from pallas_kernels.algebra.logits import LogitRule, shape_logits
 from pallas_kernels.algebra.mask import MaskRule
 
@@ -33,6 +33,7 @@ class LayerTerms:
     output_scale: jax.Array | None  # f32[]
     mask_rule: MaskRule = static()
     logit_rule: LogitRule = static()
+    compute_dtype: str | None = static(default=None)
 
     def of_kv_heads(self, part: slice) -> "LayerTerms":
         """The terms of some of the kv heads."""
@@ -64,6 +65,7 @@ def layer_terms(spec: AttentionSpec, is_causal: bool, params: AttentionParams) -
         output_scale=jnp.asarray(params.output_scale, jnp.float32) if spec.output_dtype else None,
         mask_rule=spec.mask_rule(is_causal),
         logit_rule=spec.logit_rule(),
+        compute_dtype=spec.compute_dtype,
     )
 
 
@@ -88,6 +90,11 @@ def logits(terms: LayerTerms, dots: jax.Array, rows: QueryRows, kv_pos: jax.Arra
     bias = more if bias is None else bias if more is None else bias + more
     position = _per_row(rows.position)
     return shape_logits(terms.logit_rule, dots, terms.head, position, _per_key(kv_pos), terms.alibi_slopes, bias)
+
+
+def weights(terms: LayerTerms, p: jax.Array, m: jax.Array) -> jax.Array:
+    """The weights p = exp(logits - m) as they multiply values: rounded, if the layer has a compute_dtype."""
+    return p if terms.compute_dtype is None else rounding.round_weights(p, softmax.finite_max(m), terms.compute_dtype)
 
 
 def finish(terms: LayerTerms, m: jax.Array, l: jax.Array, acc: jax.Array) -> tuple[jax.Array, jax.Array]:  # noqa: E741

@@ -44,7 +44,8 @@ def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) 
         logits = jnp.where(seen, layer.logits(terms, dots, batch.rows, kv_pos), -jnp.inf)
         m = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf))
         p = jnp.exp(logits - softmax.finite_max(m))
-        out, lse = layer.finish(terms, m, jnp.sum(p, axis=-1, keepdims=True), _product("krc,kcv->krv", p, v))
+        values = _product("krc,kcv->krv", layer.weights(terms, p, m), v)
+        out, lse = layer.finish(terms, m, jnp.sum(p, axis=-1, keepdims=True), values)
         out = jnp.where(mine[:, None, None], out, state.out)
         return AttentionState(out=out, lse=jnp.where(mine[:, None], lse, state.lse)), None
 
@@ -104,7 +105,8 @@ def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, different
         logits = layer.logits(terms, _product("krd,kcd->krc", q, k), tile.rows, kv_pos)
         seen = layer.visible(terms, tile.rows, kv_pos, inside)
         m, shrink, p = softmax.weights(m, jnp.where(seen, logits, -jnp.inf))
-        return m, l * shrink + jnp.sum(p, -1, keepdims=True), acc * shrink + _product("krc,kcv->krv", p, v)
+        values = _product("krc,kcv->krv", layer.weights(terms, p, m), v)
+        return m, l * shrink + jnp.sum(p, -1, keepdims=True), acc * shrink + values
 
     state = softmax.start(q.shape[:3], keys.v_head_dim)
     if differentiable:

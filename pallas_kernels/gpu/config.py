@@ -8,10 +8,10 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.shards import ShardRule
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup's tile: the M of wgmma
-KV_DTYPES_8BIT = ("float8_e4m3fn", "float8_e5m2", "int8")
+FP8 = "float8_e4m3fn"
+KV_DTYPES_8BIT = (FP8, "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
 SMEM_FIXED = 2304  # bytes: row statistics, the numbers of the pieces in flight, alignment
-DECODED = 2  # blocks of an 8-bit cache in shared memory that are decoded already
 TOKEN_SCALE_BYTES = 8  # f32 scales of one key and its value
 MAX_FIXED_LOGIT = 80.0  # base 2
 
@@ -33,6 +33,7 @@ class GpuKernelConfig:
     dtype: str = "bfloat16"  # of the queries
     out_dtype: str | None = None  # of the output: float32, for states that are merged later; None: the queries'
     kv_dtype: str = "bfloat16"
+    compute_dtype: str | None = None  # float8_e4m3fn: queries and weights are rounded to it; None: exact products
     token_scales: bool = False  # a f32 scale for each token and kv head: [N, K, S] or [N, S, K] beside each pool
     mask: MaskRule = MaskRule()
     logits: LogitRule = LogitRule(scale=1.0)
@@ -79,14 +80,36 @@ class GpuKernelConfig:
         return self.kv_dtype != self.dtype
 
     @property
-    def decodes_ahead(self) -> bool:
-        """Does a warpgroup of its own decode tiles before they are multiplied? Narrow tiles: in registers instead."""
+    def converts_tiles(self) -> bool:
+        """Does a warpgroup convert tiles of the cache for wgmma (stored_tiles_sm90.py)? Narrow tiles need none."""
         return self.quantised and not self.narrow_rows
 
     @property
-    def ring(self) -> int:
-        """Blocks that the multiplying warpgroups find in shared memory."""
-        return DECODED if self.decodes_ahead else self.stages
+    def query_dtype(self) -> str:
+        """Operand type of the product of queries and keys.
+
+        Where tiles are prepared it is float16, to which 8 bits are decoded by a quarter of the instructions that
+        bfloat16 takes. Rows of queries are multiplied by powers of two for it: queries_sm90.py.
+        """
+        if self.compute_dtype is not None:
+            return self.compute_dtype
+        return "float16" if self.converts_tiles else self.dtype
+
+    @property
+    def stored_stages(self) -> tuple[int, int]:
+        """Blocks of keys and of values in shared memory as in the pool, before they are converted.
+
+        Keys of 8-bit products are multiplied as they are. What is decoded comes in time with one stage of values: the
+        keys of the next block are converted before them.
+        """
+        if not self.converts_tiles:
+            return 0, 0
+        return (0, 2) if self.compute_dtype is not None else (2, 1)
+
+    @property
+    def converts_queries(self) -> bool:
+        """Does a warpgroup convert its queries before it multiplies them?"""
+        return self.query_dtype != self.dtype
 
     @property
     def can_fix_max(self) -> bool:
@@ -108,6 +131,8 @@ class GpuKernelConfig:
         scales, a weight is multiplied by its value's scale, which may be as small as 1e-9 (a row of 1e-4 over 57344)
         or as large as 80 (1e4 over 127) in one tile: that needs the exponent range of bfloat16.
         """
+        if self.compute_dtype is not None:
+            return self.compute_dtype
         if self.token_scales:
             return "bfloat16"
         return "float16" if self.quantised else self.dtype
@@ -124,10 +149,15 @@ class GpuKernelConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: queries, stages of keys and values, and decoded blocks if it decodes there."""
+        """Shared memory of one CTA: queries, and stages of keys and values as they are multiplied."""
         dims = self.head_dim + self.v_head_dim
         key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
-        scales = TOKEN_SCALE_BYTES if self.token_scales else 0
-        decoded = DECODED * self.block_kv * (dims * 2 + scales) if self.decodes_ahead else 0
         queries = 2 * self.q_buffers * WARPGROUP_ROWS * self.head_dim * 2
-        return queries + self.stages * self.block_kv * (key + scales) + decoded + SMEM_FIXED
+        if self.compute_dtype is not None:
+            queries += 2 * WARPGROUP_ROWS * self.head_dim
+        elif self.converts_tiles:
+            key = 2 * dims
+        of_keys, of_values = self.stored_stages
+        queries += self.block_kv * (of_keys * self.head_dim + of_values * self.v_head_dim)
+        key += TOKEN_SCALE_BYTES if self.token_scales else 0
+        return queries + self.stages * self.block_kv * key + SMEM_FIXED

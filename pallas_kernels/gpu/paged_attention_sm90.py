@@ -5,7 +5,8 @@
       _launch                             one CTA on each SM, three or four warpgroups (paged_attention_sm80.py: warps)
         _kernel                             allocates shared memory and barriers
           warpgroup 2: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
-          warpgroup 3: decode_pages           pieces_sm90.py, where tiles of an 8-bit cache are decoded in shared memory
+          warpgroup 3: convert_tiles          pieces_sm90.py: tiles of an 8-bit cache, for wgmma
+                       or load_scales         narrow tiles with scales of tokens
           warpgroups 0, 1: _compute           for each piece of the CTA's part of the work list (work_list.py):
             long_tile                           tiles_sm90.py: more than 64 packed rows, 64 to each warpgroup, which
                                                 take turns on the tensor cores (ping-pong)
@@ -34,15 +35,22 @@ from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.narrow_sm90 import narrow_tile
 from pallas_kernels.gpu.new_tokens_sm90 import bias_rows
 from pallas_kernels.gpu.paged_attention_sm80 import launch as launch_warps
-from pallas_kernels.gpu.pieces_sm90 import Refs, count_pieces, decode_pages, load_pages, receive_piece
+from pallas_kernels.gpu.pieces_sm90 import (
+    Refs,
+    convert_tiles,
+    count_pieces,
+    load_pages,
+    load_scales,
+    receive_piece,
+    stored_tiles,
+)
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
-DECODING = (200, 32, 80)  # the same and of one that decodes: at most 128 * 4
-DECODING_TOKEN_SCALES = (192, 56, 72)  # the memory warpgroup holds a block of scales in registers
-REGISTERS_TOKEN_SCALES = (224, 56)
+CONVERTING = (200, 32, 80)  # the same and of one that converts tiles: at most 128 * 4
+REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles: the fourth loads scales
 
 
 def ragged_paged_attention(
@@ -134,9 +142,8 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
     def ragged_paged_attention(*gmem):  # the kernel's name in a profile
         _kernel(config, *gmem)
 
-    mesh = plgpu.Mesh(
-        grid=(config.num_ctas,), grid_names=("cta",), num_threads=3 + config.decodes_ahead, thread_name="wg"
-    )
+    warpgroups = len(registers(config)) + 1  # two compute
+    mesh = plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=warpgroups, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(
         ragged_paged_attention, out_type=out_type, mesh=mesh, compiler_params=params, name="ragged_paged_attention"
@@ -151,14 +158,16 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     gmem = (*gmem[:-5], *gmem[-4:]) if cfg.merges_inside else gmem
 
     def roles(tiles, small, full, free, stored, queries, compute_barrier):
-        tiles, (*small, arrived) = (*tiles, None, None)[:5], small
+        (q_tile, *multiplied), rounded, from_pool, (*small, arrived) = *tiles, small
+        if len(from_pool) < 2:  # what is not converted is multiplied as it is
+            from_pool = (*multiplied, *from_pool)[:: 1 + len(from_pool)]
+            stored = (*full, *free) if not stored else (full[0], stored[0], free[0], stored[1])
+        tiles = (q_tile, *multiplied, *(rounded or (None,)), *from_pool)
         small = (*small, None)[:3]
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
-        if not cfg.decodes_ahead:
-            tiles, stored = (*tiles[:3], *tiles[1:3]), (*full, *free)
         refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, compute_barrier)
         wg = lax.axis_index("wg")
-        compute, load, *decode = registers(cfg)
+        compute, load, *fourth = registers(cfg)
 
         @when(wg < 2)
         def _():
@@ -170,45 +179,49 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
             plgpu.set_max_registers(load, action="decrease")
             load_pages(cfg, refs)
 
-        if decode:
+        if fourth:
 
             @when(wg == 3)
             def _():
-                plgpu.set_max_registers(decode[0], action="decrease")
-                decode_pages(cfg, refs)
+                plgpu.set_max_registers(fourth[0], action="decrease")
+                (convert_tiles if cfg.converts_tiles else load_scales)(cfg, refs)
 
     def tile(dtype, *shape):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
     block, stages = cfg.block_kv, cfg.stages
-    tiles = [tile(cfg.dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim)]
-    if cfg.decodes_ahead:
-        tiles += [
-            tile(cfg.dtype, cfg.ring, block, cfg.head_dim),
-            tile(cfg.value_dtype, cfg.ring, block, cfg.v_head_dim),
-        ]
-    tiles += [tile(cfg.kv_dtype, stages, block, dim) for dim in (cfg.head_dim, cfg.v_head_dim)]
+    queries_dtype = cfg.dtype if cfg.compute_dtype else cfg.query_dtype
+    dims, dtypes, shapes = (cfg.head_dim, cfg.v_head_dim), (cfg.kv_dtype,) * 2, None
+    if cfg.converts_tiles:
+        dtypes, shapes = zip(*((of.target, of.shape) for of in stored_tiles(cfg)), strict=True)
+    shapes = shapes or tuple((block, dim) for dim in dims)
+    tiles = (
+        tile(queries_dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim),
+        *(tile(dtype, stages, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)),
+    )
+    rounded = (tile(cfg.compute_dtype, 2, WARPGROUP_ROWS, cfg.head_dim),) if cfg.compute_dtype else ()
+    kept = [(count, dim) for count, dim in zip(cfg.stored_stages, dims, strict=True) if count]
+    from_pool = tuple(tile(cfg.kv_dtype, count, block, dim) for count, dim in kept)
     small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
-    slots = stages + cfg.ring * cfg.decodes_ahead
-    small += [plgpu.SMEM((slots, 2 * block), jnp.float32)] if cfg.token_scales else []
+    small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((4,), jnp.int32)]
-    pages = max(block // cfg.page_size, 1)
-    filled = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (pages + cfg.token_scales, pages))
-    full, stored = filled, ()
-    if cfg.decodes_ahead:
-        stored = (*filled, *(plgpu.Barrier(num_barriers=stages),) * 2)
-        full = (plgpu.Barrier(num_barriers=cfg.ring),) * 2
-    free = (plgpu.Barrier(num_arrivals=2, num_barriers=cfg.ring),) * 2
+    pages, scaled = max(block // cfg.page_size, 1), cfg.token_scales and not cfg.converts_tiles
+    converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]
+    arrivals = [1 if own else pages + more for own, more in zip(converted, (scaled, 0), strict=True)]
+    full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals)
+    free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
+    stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (pages, 1) for count, _ in kept)
     buffers = dict(num_barriers=cfg.q_buffers)
-    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2 + cfg.decodes_ahead, **buffers))
+    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
     compute_barrier = plgpu.Barrier(num_arrivals=2)
-    pl.run_scoped(roles, tuple(tiles), tuple(small), full, free, stored, queries, compute_barrier, collective_axes="wg")
+    scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, compute_barrier
+    pl.run_scoped(roles, *scratch, collective_axes="wg")
 
 
 def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
-    """Registers of a thread of each role: computes, loads, and decodes where a warpgroup does."""
-    if cfg.decodes_ahead:
-        return DECODING_TOKEN_SCALES if cfg.token_scales else DECODING
+    """Registers of a thread of each role: computes and loads, or computes and converts keys, or values."""
+    if cfg.converts_tiles:
+        return CONVERTING
     return REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
-from pallas_kernels.gpu.decode_sm90 import decode_tile
+from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, convert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +36,21 @@ class Refs:
     counters: object = None  # GMEM i32[C], zeros at first: parts stored of the unit that CTA c cut; None: merged later
     arrived: object = None  # SMEM i32[1]: 1 if this CTA stored the last part of a unit
     q_tile: object = None  # SMEM [q_buffers, 2, 64, D]
-    k_tile: object = None  # SMEM [ring, block_kv, D]: what is multiplied
-    v_tile: object = None  # SMEM [ring, block_kv, V]
-    k_stored: object = None  # SMEM [stages, block_kv, D]: as in the pool; k_tile itself unless decodes_ahead
-    v_stored: object = None  # SMEM [stages, block_kv, V]
+    k_tile: object = None  # SMEM [stages, block_kv, D]
+    v_tile: object = None  # SMEM [stages, block_kv, V]; of an 8-bit product [stages, V, block_kv]
+    q_rounded: object = None  # SMEM 8 bits [2, 64, D]; None unless compute_dtype
+    k_stored: object = None  # SMEM [stored_stages, block_kv, D]: as in the pool; k_tile itself if it is not converted
+    v_stored: object = None  # SMEM [stored_stages, block_kv, V]
     stats: object = None  # SMEM f32[512]: maxima and sums that warpgroup 1 passes to warpgroup 0
     piece_box: object = None  # SMEM i32[q_buffers, 16]: the numbers of the piece in each query buffer, see Piece
-    token_scale: object = None  # SMEM f32[stages (+ ring), 2 block_kv]: scales of keys, then of values
-    k_full: object = None  # barriers [ring] of k_tile
+    token_scale: object = None  # SMEM f32[stages, 2 block_kv]: scales of keys, then of values
+    k_full: object = None  # barriers [stages] of k_tile
     v_full: object = None
-    k_free: object = None  # barriers [ring]; one arrival a compute warpgroup
+    k_free: object = None  # barriers [stages]; one arrival a compute warpgroup
     v_free: object = None
-    k_stored_full: object = None  # barriers [stages]; one arrival a page, and one for the scales of a key block
+    k_stored_full: object = None  # barriers of k_stored; one arrival a page, and one for the scales of narrow tiles
     v_stored_full: object = None
-    k_stored_free: object = None  # barriers [stages]
+    k_stored_free: object = None  # barriers of k_stored; one arrival, or those of k_free
     v_stored_free: object = None
     q_full: object = None  # barriers [q_buffers]
     q_free: object = None
@@ -104,9 +105,8 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
 
 
-def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
+def send_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j) -> None:
     """Memory warpgroup: fetches the numbers and the query rows of piece j into its buffer."""
-    piece = piece_from_list(cfg, refs, j)
     buffer = piece.buffer
 
     @when(j >= cfg.q_buffers)
@@ -118,18 +118,18 @@ def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
     kind |= dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
 
-    def load_half(half):
-        skipped = WARPGROUP_ROWS * half
+    def load_half(half, skipped):
         where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + skipped, piece[wl.NROWS] - skipped)
         rows.load_rows(refs.q, refs.q_tile.at[buffer, half], *where, **kind)
 
-    load_half(0)
-    if refs.q_tile.shape[1] == 2:
-        when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
+    load_half(0, 0)
+    if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
+        load_half(1, jnp.where(piece[wl.NROWS] > WARPGROUP_ROWS, WARPGROUP_ROWS, 0))
+    elif refs.q_tile.shape[1] == 2:
+        when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1, WARPGROUP_ROWS))
     rows.await_rows()
     plgpu.commit_smem()
     plgpu.barrier_arrive(refs.q_full.at[buffer])
-    return piece
 
 
 def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
@@ -139,23 +139,20 @@ def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     return Piece(lambda column: refs.piece_box[buffer, column], buffer)
 
 
-def scale_slot(cfg: GpuKernelConfig, block_number):
-    """Row of token_scale for a block. A block ahead of the decoded ones must not overwrite theirs."""
-    slots = cfg.stages + cfg.ring if cfg.decodes_ahead else cfg.stages
-    return lax.rem(block_number, jnp.int32(slots))
-
-
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
-    """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % stages."""
+    """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % (number of stages)."""
     page, block = cfg.page_size, cfg.block_kv
     copies, width = max(block // page, 1), min(page, block)
+    ahead = cfg.converts_tiles and cfg.q_buffers == 1  # the first block is on its way while queries wait for a buffer
 
     def source(pool, page_id, head, offset):
         span = pl.ds(offset, width) if width < page else slice(None)
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
     def load_piece(j, block_number):
-        piece = send_piece(cfg, refs, j)
+        piece = piece_from_list(cfg, refs, j)
+        if not ahead:
+            send_piece(cfg, refs, piece, j)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
@@ -164,27 +161,15 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             column = lax.div((blk0 + i) * block, jnp.int32(page))
             return tuple(refs.block_table[req, jnp.clip(column + p, first, last)] for p in range(copies))
 
-        kind = dict(block=block, page=page)
-
-        def ids_of(i):
-            where = ((blk0 + i) * block, piece[wl.KSTART], piece[wl.KSTOP])
-            return token_scales.load_ids(refs.block_table, req, *where, **kind, columns=refs.block_table.shape[1])
-
-        def scales_of(i, ids):
-            where = ((blk0 + i) * block, piece[wl.KSTART], piece[wl.KSTOP])
-            order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
-            pools = (refs.k_token_scale, refs.v_token_scale)
-            return token_scales.load_scales(*pools, ids, piece[HEAD], *where, **kind, **order)
-
         def load_block(i, carry):
-            block_number, pages, *scales = carry
+            block_number, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
-            ahead = (scales_of(i + 1, scales[1]), ids_of(i + 2)) if cfg.token_scales else ()
-            slot = lax.rem(block_number, jnp.int32(cfg.stages))
             offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
 
             def fill(pool, tile, full, free):
-                @when(block_number >= cfg.stages)
+                slot = lax.rem(block_number, jnp.int32(tile.shape[0]))
+
+                @when(block_number >= tile.shape[0])
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
@@ -193,53 +178,128 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
 
             fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
-            if cfg.token_scales:
-                refs.token_scale[scale_slot(cfg, block_number)] = scales[0]
-                plgpu.barrier_arrive(refs.k_stored_full.at[slot])
             fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
-            return block_number + 1, next_pages, *ahead
+            return block_number + 1, next_pages
 
-        first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
-        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0), *first_scales))[0]
+        count, carry = piece.count, (block_number, page_ids(0))
+        if not ahead:
+            return lax.fori_loop(0, count, load_block, carry)[0]
+        begin = jnp.minimum(count, 1)
+        carry = lax.fori_loop(0, begin, load_block, carry)
+        send_piece(cfg, refs, piece, j)
+        return lax.fori_loop(begin, count, load_block, carry)[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 
 
-def decode_pages(cfg: GpuKernelConfig, refs: Refs):
-    """The decoding warpgroup: 8-bit tiles -> tiles that are multiplied, with zeros for values that no row may see."""
+def load_scales(cfg: GpuKernelConfig, refs: Refs):
+    """A warpgroup beside load_pages: the scales of the tokens of each block. TMA's warpgroup has no time for them."""
 
-    def convert(block_number, dim, target, tiles, stored_barriers, barriers, before_decoding):
-        slot = lax.rem(block_number, jnp.int32(cfg.stages))
-        stored, tile = tiles[0].at[slot], tiles[1].at[lax.rem(block_number, jnp.int32(cfg.ring))]
-        full, free = (barrier.at[lax.rem(block_number, jnp.int32(cfg.ring))] for barrier in barriers)
+    def load_piece(j, block_number):
+        piece = piece_from_list(cfg, refs, j)
+        first, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[wl.REQ]
+        span = piece[wl.KSTART], piece[wl.KSTOP]
+        kind = dict(block=cfg.block_kv, page=cfg.page_size)
+
+        def ids_of(i):
+            where = (first + i * cfg.block_kv, *span)
+            return token_scales.load_ids(refs.block_table, req, *where, **kind, columns=refs.block_table.shape[1])
+
+        def scales_of(i, ids):
+            order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
+            pools, where = (refs.k_token_scale, refs.v_token_scale), (first + i * cfg.block_kv, *span)
+            return token_scales.load_scales(*pools, ids, piece[HEAD], *where, **kind, **order)
+
+        def load_block(i, carry):
+            block_number, scales, ids = carry
+            ahead = scales_of(i + 1, ids), ids_of(i + 2)
+            slot = lax.rem(block_number, jnp.int32(cfg.stages))
+
+            @when(block_number >= cfg.stages)
+            def _():
+                plgpu.barrier_wait(refs.k_free.at[slot])
+
+            refs.token_scale[slot] = scales
+            plgpu.barrier_arrive(refs.k_full.at[slot])
+            return block_number + 1, *ahead
+
+        return lax.fori_loop(0, piece.count, load_block, (block_number, scales_of(0, ids_of(0)), ids_of(1)))[0]
+
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+
+
+def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
+    """How tiles of keys and of values are converted; keys of 8-bit products are not."""
+    kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype)
+    keys = StoredTile(dim=cfg.head_dim, target=cfg.query_dtype, **kind)
+    transposed = cfg.compute_dtype is not None
+    return keys, StoredTile(dim=cfg.v_head_dim, target=cfg.value_dtype, transposed=transposed, **kind)
+
+
+def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
+    """The converting warpgroup: tiles as in the pool -> tiles that are multiplied, and the scales of tokens.
+
+    Values that no row may see become 0.
+    """
+    of_keys, of_values = stored_tiles(cfg)
+
+    def convert_block(n, tile, stored, target, stored_barriers, barriers, before):
+        slot, to = lax.rem(n, jnp.int32(stored.shape[0])), lax.rem(n, jnp.int32(cfg.stages))
         plgpu.barrier_wait(stored_barriers[0].at[slot])
-        before_decoding(slot)
-        when(block_number >= cfg.ring)(lambda: plgpu.barrier_wait(free))
-        decode_tile(stored, tile, rows=cfg.block_kv, dim=dim, source=cfg.kv_dtype, target=target)
+        when(n >= cfg.stages)(lambda: plgpu.barrier_wait(barriers[1].at[to]))
+        before(stored.at[slot], to)
+        convert(tile, stored.at[slot], target.at[to])
         plgpu.commit_smem()
         plgpu.barrier_arrive(stored_barriers[1].at[slot])
-        plgpu.barrier_arrive(full)
+        plgpu.barrier_arrive(barriers[0].at[to])
 
-    def decode_piece(j, blocks_before):
-        piece = receive_piece(cfg, refs, j)
-        first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
+    def convert_piece(j, blocks_before):
+        piece = piece_from_list(cfg, refs, j)  # not from its buffer: it may convert before the queries have one
+        first_key, head, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[HEAD], piece[wl.REQ]
+        kind = dict(block=cfg.block_kv, page=cfg.page_size)
 
-        def decode_block(i, carry):
-            n, kv0 = blocks_before + i, first_key + i * cfg.block_kv
-            keys, values = (refs.k_stored, refs.k_tile), (refs.v_stored, refs.v_tile)
-            stored = (refs.k_stored_full, refs.k_stored_free)
-            convert(n, cfg.head_dim, cfg.dtype, keys, stored, (refs.k_full, refs.k_free), lambda slot: None)
-            stored = (refs.v_stored_full, refs.v_stored_free)
-            zero = lambda slot: zero_unseen_values(cfg, refs.v_stored.at[slot], piece, kv0)
-            convert(n, cfg.v_head_dim, cfg.value_dtype, values, stored, (refs.v_full, refs.v_free), zero)
-            return carry
+        def ids_of(i):
+            where = (first_key + i * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
+            return token_scales.load_ids(refs.block_table, req, *where, **kind, columns=refs.block_table.shape[1])
+
+        def scales_of(i, ids):
+            where = (first_key + i * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
+            order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
+            pools = refs.k_token_scale, refs.v_token_scale
+            return [token_scales.load_block(pool, ids, head, *where, **kind, **order) for pool in pools]
+
+        def put_scale(scale, first):
+            def put(_, slot):
+                token_scales.put_block(refs.token_scale.at[slot], scale, first, block=cfg.block_kv)
+
+            return put
+
+        def step(i, carry):
+            n, kv0, put_keys, put_values = blocks_before + i, first_key + i * cfg.block_kv, lambda *_: None, None
+            ahead = ()
+            if cfg.token_scales:
+                scales, ids = carry
+                put_keys, put_values = put_scale(scales[0], 0), put_scale(scales[1], cfg.block_kv)
+                ahead = (scales_of(i + 1, ids), ids_of(i + 2))
+
+            def before_values(stored, slot):
+                zero_unseen_values(cfg, stored, piece, kv0)
+                if put_values is not None:
+                    put_values(stored, slot)
+
+            if cfg.compute_dtype is None:
+                pair = (refs.k_stored_full, refs.k_stored_free), (refs.k_full, refs.k_free)
+                convert_block(n, of_keys, refs.k_stored, refs.k_tile, *pair, put_keys)
+            pair = (refs.v_stored_full, refs.v_stored_free), (refs.v_full, refs.v_free)
+            convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, before_values)
+            return ahead
 
         count = piece.count
-        lax.fori_loop(0, count, decode_block, jnp.int32(0))
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
+        start = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
+        lax.fori_loop(0, count, step, start)
         return blocks_before + count
 
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), decode_piece, jnp.int32(0))
+    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), convert_piece, jnp.int32(0))
 
 
 def zero_unseen_values(cfg: GpuKernelConfig, tile, piece: Piece, kv0, half=None):

@@ -1,7 +1,7 @@
 """What the Hopper attention kernel cannot serve: `supports` gives every reason. Each list names what it can."""
 
 from pallas_kernels.algebra.checks import unlisted_fields
-from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
+from pallas_kernels.gpu.config import FP8, KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes
 
 MASKS = ("causal", "left", "right", "chunk", "lookback", "spans", "clamp_spans", "mask_fn")
@@ -34,6 +34,15 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.cap_fourths not in range(5), f"cap_fourths {c.cap_fourths}: wanted 0 to 4")
     refuse(c.cap_fourths > 0 and not c.logits.soft_cap, f"cap_fourths {c.cap_fourths}: wanted a soft cap")
     refuse(c.cap_fourths > 0 and c.narrow_rows > 0, "cap_fourths with narrow_rows: wanted one of them")
+    refuse(c.compute_dtype not in (None, FP8), f"compute_dtype {c.compute_dtype}: wanted {FP8}")
+    if c.compute_dtype is not None:
+        refuse(c.kv_dtype != FP8, f"compute_dtype {c.compute_dtype} with a {c.kv_dtype} cache: wanted {FP8}")
+        refuse(c.dtype != "bfloat16", f"compute_dtype {c.compute_dtype} with {c.dtype} queries: wanted bfloat16")
+        refuse(c.token_scales, f"compute_dtype {c.compute_dtype} with scales of tokens: wanted scales of heads")
+        wide = f"compute_dtype {c.compute_dtype} with v_head_dim {c.v_head_dim}: wanted at most 128"
+        refuse(c.v_head_dim > 128, wide)
+        refuse(narrow > 0, f"compute_dtype {c.compute_dtype} with narrow_rows: wanted one of them")
+    refuse(c.converts_tiles and c.block_kv not in (64, 128), f"blocks of {c.block_kv} keys of 8 bits: wanted 64 or 128")
     refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(

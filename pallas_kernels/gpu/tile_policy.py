@@ -74,25 +74,25 @@ def query_buffers(request: TileRequest) -> dict[str, Any]:
     config = request.config
     if config.head_dim > 192:
         return {"q_buffers": 1}
-    if config.quantised:
-        return {"q_buffers": 1} if _decodes_128(request) else {}
+    if config.quantised:  # decoded blocks of 128 keys leave shared memory for one
+        decodes = config.head_dim > 64 and config.compute_dtype is None and not _is_narrow(request)
+        return {"q_buffers": 1} if decodes else {}
     if _stages_that_fit(config, 128, most=2) == 2:
         return {}
     one = dataclasses.replace(config, q_buffers=1)
     return {"q_buffers": 1} if _stages_that_fit(one, 128, most=2) == 2 else {}
 
 
-def _decodes_128(request: TileRequest) -> bool:
-    """Blocks of 128 keys for prefill over an 8-bit cache, in one stage beside one buffer of queries: the warpgroup that
-    decodes is ahead of the products. pre_1x8k_fp8 takes 1203, with blocks of 64 keys 1329; mixed_32d_2p_fp8 611, 651.
-    """
-    config = request.config
-    return config.head_dim == config.v_head_dim == 128 and not _is_few(request) and not config.token_scales
-
-
 def _is_few(request: TileRequest) -> bool:
     """True if no tile has more rows than one warpgroup takes."""
     return request.rows is not None and request.rows <= WARPGROUP_ROWS
+
+
+def _is_narrow(request: TileRequest) -> bool:
+    """Has it tiles of narrow_sm90.py, if they fit?"""
+    config, rows = request.config, request.rows
+    few = rows is not None and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT
+    return NARROW_TILES and few and config.compute_dtype is None
 
 
 def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
         return {}
     few = _is_few(request)
     chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
-    if NARROW_TILES and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT:
+    if _is_narrow(request):
         narrow = dataclasses.replace(config, narrow_rows=8 if rows <= 8 else 16)
         if _stages_that_fit(narrow, 128, most=4) >= 2:
             chosen["narrow_rows"] = narrow.narrow_rows
@@ -112,7 +112,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
     """block_kv and stages as measured by `python -m jattn bench --tune`; {} for a shape that is not in the table."""
     c = request.config
-    if c.token_scales:  # not measured; their scales need shared memory too
+    if c.token_scales or c.compute_dtype is not None:  # not measured
         return {}
     kind = "narrow" if c.narrow_rows else "few" if _is_few(request) else "long"
     return measured_table().get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
@@ -121,14 +121,10 @@ def measured_tiles(request: TileRequest) -> dict[str, Any]:
 def largest_tiles(request: TileRequest) -> dict[str, Any]:
     """The rule where nothing was measured: the largest block of which two stages fit, in as many stages as fit.
 
-    Blocks have 128 or 64 keys, in at most 3 stages; over an 8-bit cache 64 keys, in at most 5. A block of narrow tiles
-    always has 128 keys, in at most 4 stages. See also `_decodes_128`.
+    Blocks have 128 or 64 keys, in at most 3 stages. A block of narrow tiles always has 128 keys, in at most 4 stages.
     """
     config = request.config
-    if config.quantised and not config.narrow_rows and _decodes_128(request):
-        return {"block_kv": 128, "stages": 1}
-    eight_bits = config.kv_dtype in KV_DTYPES_8BIT
-    blocks, most = ((64,), 5) if eight_bits else ((128, 64), 3)
+    blocks, most = (128, 64), 3
     if config.narrow_rows:
         blocks, most = (128,), 4
     stages = {block: _stages_that_fit(config, block, most) for block in blocks}

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import new_tokens_sm90 as new_tokens
+from pallas_kernels.gpu import queries_sm90 as queries
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.merge_sm90 import COLUMNS, merge_rows
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, scale_slot, zero_unseen_values
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, zero_unseen_values
 from pallas_kernels.gpu.row_states_sm90 import (
     LOG2E,
     ROW_LAYOUT,
@@ -26,6 +27,9 @@ from pallas_kernels.gpu.row_states_sm90 import (
     value_per_row,
 )
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
+
+MOST_COLUMNS = 128  # of one wgmma, where four warpgroups leave it 128 registers
+WEIGHT_BITS = 8.0  # weights of 8 bits are at most 2 ** 8, so that those of 2 ** -14 of the largest are normal numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +88,11 @@ def _start(cfg: GpuKernelConfig):
 def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     """Raw dots (64, block_kv) -> (x, c): base-2 logits are x * c, -inf where masked. The steps of algebra/logits.py.
 
-    scale: f32 scalar, the softmax scale times k_scale.
+    scale: the softmax scale times k_scale, an f32 scalar or f32 (64,) by row; c is the same.
     """
     rule, shape = cfg.logits, dots.shape
+    if jnp.ndim(scale) and (rule.soft_cap or rule.has_alibi or cfg.qq_bias or rule.score_fn is not None):
+        dots, scale = dots * across_columns(scale, shape), jnp.float32(1.0)
     factor = scale * LOG2E
     if rule.soft_cap:
         inner, factor = scale / rule.soft_cap, jnp.float32(rule.soft_cap * LOG2E)
@@ -111,15 +117,17 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     return dots, factor
 
 
-def _token_scales(cfg: GpuKernelConfig, refs: Refs, block_number):
-    """Scales (of keys, of values) of a block, or (None, None). Must be called before the keys' stage is released."""
+def _token_scales(cfg: GpuKernelConfig, refs: Refs, slot, of: int):
+    """Scales of the keys (0) or values (1) in a stage, while it is full; None without scales of tokens."""
     if not cfg.token_scales:
-        return None, None
-    return token_scales.load_per_key(refs.token_scale, scale_slot(cfg, block_number), 1, cfg.block_kv)
+        return None
+    return token_scales.load_per_key(refs.token_scale, slot, 1, cfg.block_kv, of=(of,))[0]
 
 
 def weight_operands(cfg: GpuKernelConfig, p, of_values) -> tuple:
     """f32 weights -> the operands whose products with the stored values are added."""
+    if cfg.compute_dtype is not None:
+        return (queries.eight_bit_weights(p),)
     p = token_scales.multiply_per_key(p, of_values, 1)
     parts = [p.astype(cfg.value_dtype)]
     if cfg.weight_parts == 2:
@@ -160,7 +168,10 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
         if stage is None or cfg.v_head_dim != cfg.head_dim or cfg.result_dtype != cfg.dtype:
             rows.store_rows(refs.out, refs.lse, out, lse, *where, jnp.int32(0), stride=shape[1], **kind)
         else:
-            stage[...] = out.astype(cfg.dtype)
+            if cfg.converts_queries:  # the tile's dtype is another
+                queries.stage_rows(stage, out, dim=shape[1], dtype=cfg.dtype)
+            else:
+                stage[...] = out.astype(cfg.dtype)
             plgpu.commit_smem()
             rows.store_tile(stage, refs.out, refs.lse, lse, *where, dim=shape[1], dtype=cfg.dtype, **kind)
 
@@ -184,17 +195,22 @@ def _merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
         lax.fori_loop(0, cfg.v_head_dim // width, columns, None)
 
 
-def softmax_step(cfg: GpuKernelConfig, x, c, m, total, acc):
-    """(p f32, new m, rescaled total without p's sum, rescaled acc).
+def softmax_step(cfg: GpuKernelConfig, x, c, m, total):
+    """(p f32, new m, rescaled total without p's sum, factor of acc; None: 1).
 
-    With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled.
+    With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled. Weights of 8
+    bits are up to 2 ** 8 and m is an integer, so that they are rounded alike whatever keys came before.
     """
     if cfg.fixed_max:
-        return jnp.exp2(x * c), m, total, acc
-    new_m = jnp.maximum(m, x.max(axis=1) * c)
+        return jnp.exp2(x * c), m, total, None
+    top = x.max(axis=1) * c
+    if cfg.compute_dtype is not None:
+        top = queries.round_up(top) - WEIGHT_BITS
+    new_m = jnp.maximum(m, top)
     alpha = jnp.exp2(m - new_m)
+    c = across_columns(c, x.shape) if jnp.ndim(c) else c
     p = jnp.exp2(x * c - across_columns(new_m, x.shape))
-    return p, new_m, total * alpha, acc * across_columns(alpha, acc.shape)
+    return p, new_m, total * alpha, alpha
 
 
 def _dots(cfg, q_tile, k_tile, after=lambda: None):
@@ -206,13 +222,44 @@ def _dots(cfg, q_tile, k_tile, after=lambda: None):
     return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, cfg.block_kv), jnp.float32))
 
 
-def _add_weighted_values(acc, weights, v_tile, after=lambda: None):
+def _rescaled(acc, alpha):
+    return acc if alpha is None else acc * across_columns(alpha, acc.shape)
+
+
+def _add_weighted_values(cfg, acc, alpha, weights, v_tile, after=lambda: None):
+    """acc plus the products of a block. alpha: of 8-bit products, whose sums must not pass through the tensor cores
+    again: they keep 14 bits. Each block's are added in float32."""
+    if cfg.compute_dtype is not None:
+
+        def products(ref):
+            plgpu.wgmma(ref, weights[0], v_tile.transpose((1, 0)))
+            after()
+            return ref[...]
+
+        return _rescaled(acc, alpha) + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
+
     def body(ref):
         for part in weights:
-            plgpu.wgmma(ref, part, v_tile)
+            if not cfg.converts_tiles or cfg.v_head_dim <= MOST_COLUMNS:
+                plgpu.wgmma(ref, part, v_tile)
+                continue
+            for first in range(0, cfg.v_head_dim, MOST_COLUMNS):
+                columns = pl.ds(first, min(MOST_COLUMNS, cfg.v_head_dim - first))
+                plgpu.wgmma(ref.at[:, columns], part, v_tile.at[:, columns])
         after()
 
     return pl.run_state(body)(plgpu.ACC.init(acc))
+
+
+def _queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, stage):
+    """(the SMEM tile of this warpgroup's queries, the logit scale: f32, or f32 (64,) by row)."""
+    scale = refs.scales[piece[HEAD], 0]
+    if not cfg.converts_queries:
+        return stage, scale
+    tile = stage if refs.q_rounded is None else refs.q_rounded.at[wg]
+    factors = queries.convert_rows(stage, tile, dim=cfg.head_dim, target=cfg.query_dtype)
+    plgpu.commit_smem()
+    return tile, factors * scale
 
 
 def loop_over_blocks(cfg, step, bounds, carry):
@@ -233,11 +280,11 @@ def full_block_bounds(piece: Piece):
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
     row = row_bounds(cfg, refs, piece, 64 * wg)
-    q_tile = refs.q_tile.at[piece.buffer, wg]
-    scale = refs.scales[piece[HEAD], 0]
+    stage = refs.q_tile.at[piece.buffer, wg]
+    q_tile, scale = _queries(cfg, refs, piece, wg, stage)
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
-    slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.ring))
+    slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.stages))
 
     def swap():
         plgpu.barrier_arrive(refs.compute_barrier)
@@ -252,17 +299,21 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     def step(j, carry, masked):
         acc, m, total = carry
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        of_keys, of_values = _token_scales(cfg, refs, blocks_before + j)
-        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, refs.k_tile.at[slot], swap), of_keys, 1)
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot], swap)
+        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
-        weights = weight_operands(cfg, p, of_values)
+        p, m, total, alpha = softmax_step(cfg, x, c, m, total)
+        acc = acc if cfg.compute_dtype else _rescaled(acc, alpha)
         total += p.sum(axis=1)
+        if cfg.token_scales:
+            plgpu.barrier_wait(refs.v_full.at[slot])
+        weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         plgpu.barrier_arrive(refs.compute_barrier)
-        plgpu.barrier_wait(refs.v_full.at[slot])
-        if masked and not cfg.decodes_ahead:
+        if not cfg.token_scales:
+            plgpu.barrier_wait(refs.v_full.at[slot])
+        if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
         plgpu.barrier_wait(refs.compute_barrier)
 
@@ -271,13 +322,13 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
             def _():
                 plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
 
-        acc = _add_weighted_values(acc, weights, refs.v_tile.at[slot], wait_for_next_keys)
+        acc = _add_weighted_values(cfg, acc, alpha, weights, refs.v_tile.at[slot], wait_for_next_keys)
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, m, total
 
     state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
     when(wg == 0)(swap)
-    finish(cfg, refs, piece, state, 64 * wg, q_tile)
+    finish(cfg, refs, piece, state, 64 * wg, stage)
 
 
 def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
@@ -293,7 +344,7 @@ def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
 
 def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
     """Waits for and releases a block that this warpgroup does not compute: each must see every phase of a barrier."""
-    slot = lax.rem(block_number, jnp.int32(cfg.ring))
+    slot = lax.rem(block_number, jnp.int32(cfg.stages))
     for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
         plgpu.barrier_wait(full.at[slot])
         plgpu.barrier_arrive(free.at[slot])
@@ -302,26 +353,27 @@ def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
 def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
     """At most 64 rows: each warpgroup computes all of them, over every other key block."""
     row = row_bounds(cfg, refs, piece, jnp.int32(0))
-    q_tile = refs.q_tile.at[piece.buffer, 0]
-    scale = refs.scales[piece[HEAD], 0]
+    q_tile, scale = _queries(cfg, refs, piece, wg, refs.q_tile.at[piece.buffer, wg if cfg.converts_queries else 0])
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
 
     def step(t, carry, masked):
         acc, m, total = carry
         j = 2 * t + wg
-        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.ring)), first_key + j * cfg.block_kv
+        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
-        of_keys, of_values = _token_scales(cfg, refs, blocks_before + j)
-        dots = token_scales.multiply_per_key(_dots(cfg, q_tile, refs.k_tile.at[slot]), of_keys, 1)
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
+        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, acc = softmax_step(cfg, x, c, m, total, acc)
+        p, m, total, alpha = softmax_step(cfg, x, c, m, total)
+        acc = acc if cfg.compute_dtype else _rescaled(acc, alpha)
         total += p.sum(axis=1)
         plgpu.barrier_wait(refs.v_full.at[slot])
-        if masked and not cfg.decodes_ahead:
+        if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
-        acc = _add_weighted_values(acc, weight_operands(cfg, p, of_values), refs.v_tile.at[slot])
+        weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
+        acc = _add_weighted_values(cfg, acc, alpha, weights, refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total

@@ -1,4 +1,4 @@
-"""A scale for each token and kv head: loaded by the memory warpgroup, applied by the compute warpgroups.
+"""A scale for each token and kv head: loaded beside the tiles, applied by the compute warpgroups.
 
     real key = stored * k_token_scale[slot, head] * k_scale     applied to the dots of the key
     real value = stored * v_token_scale[slot, head] * v_scale   applied to the weights, after they are summed
@@ -69,6 +69,37 @@ def load_scales(k, v, ids, head, kv0, start, stop, *, block: int, page: int, hea
     return load(k, v, ids, head, kv0, start, stop)
 
 
+def load_block(pool, ids, head, kv0, start, stop, *, block: int, page: int, heads: int, heads_first: bool):
+    """f32 (128,): the scale in one pool of key kv0 + thread % block; 0 unless start <= key < stop. ids: of load_ids."""
+    out = plgpu.ShapeDtypeStruct((THREADS,), jnp.float32, _per_thread(THREADS))
+    kinds = (plgpu.RefType(), _per_thread(THREADS), *(ptx.SCALAR,) * 4)
+
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=out)
+    def load(ctx, pool, ids, head, *where):
+        key, seen = _key(block, *where)
+        head, offset = ptx.scalar_value(head), arith.remui(key, ptx.i32(page))
+        block_id = rows.register_value(ids.registers.flat[0])
+        place = ptx.pool_row(block_id, offset, head, heads=heads, page=page, heads_first=heads_first)
+        place = arith.addi(ptx.pointer(pool, 0), arith.muli(place, ptx.i64(4)))
+        return _fragment([ptx.asm_value(_LOAD.format("f32"), "=&f,l,r", place, seen)])
+
+    return load(pool, ids, head, kv0, start, stop)
+
+
+def put_block(tile, values, first: int, *, block: int):
+    """Stores what load_block gave from element `first` on of a stage's scales, SMEM f32 [2 block]."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _per_thread(THREADS)))
+    def put(ctx, tile, values):
+        me = ptx.thread_index()
+        place = ptx.add(ptx.pointer(tile, 3), ptx.mul(ptx.add(me, ptx.i32(first)), 4))
+        inside = ptx.bool_to_i32(ptx.less(me, ptx.i32(block)))
+        value = rows.register_value(values.registers.flat[0])
+        ptx.asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.f32 [$0], $2; }", "r,r,f", place, inside, value)
+
+    put(tile, values)
+
+
 def _key(block: int, kv0, start, stop):
     """(position of this thread's key, 1 if start <= key < stop else 0)."""
     kv0, start, stop = map(ptx.scalar_value, (kv0, start, stop))
@@ -84,8 +115,8 @@ def _fragment(values, element=None):
     return fragment
 
 
-def load_per_key(tile, slot, axis: int, block: int, first=0, count: int | None = None):
-    """Scales (of keys, of values), f32 (count,) each, of keys first .. of the block in a stage.
+def load_per_key(tile, slot, axis: int, block: int, first=0, count: int | None = None, of=(0, 1)):
+    """Scales f32 (count,) of keys first .. of the block in a stage: of keys (0) and of values (1), or of one of them.
 
     They broadcast along the other axis of WGMMA scores, whose `axis` runs over keys.
     tile SMEM f32 [stages, 2 block].
@@ -96,7 +127,7 @@ def load_per_key(tile, slot, axis: int, block: int, first=0, count: int | None =
     def read(ctx, ref):
         return FragmentedArray.load_untiled(ref, layout=layout.to_mgpu(), optimized=False)
 
-    return tuple(read(tile.at[slot, pl.ds(at, count)]) for at in (first, block + first))
+    return tuple(read(tile.at[slot, pl.ds(kind * block + first, count)]) for kind in of)
 
 
 def multiply_per_key(x, scale, axis: int):

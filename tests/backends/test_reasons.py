@@ -136,6 +136,7 @@ NEEDS = [
     (dict(use_qq_bias=True), {}, Feature.QQ_BIAS),
     (dict(use_distance_bias=True), {}, Feature.DISTANCE_BIAS),
     (dict(output_dtype="int8"), {}, Feature.FUSED_OUTPUT_QUANT),
+    (dict(compute_dtype="float8_e4m3fn"), {}, Feature.EIGHT_BIT_PRODUCTS),
     ({}, dict(dtype="int8", quant="per_head"), Feature.PER_HEAD_QUANT_SCALES),
 ]
 

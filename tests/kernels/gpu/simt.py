@@ -127,8 +127,10 @@ class Machine:
             name, line = line[1:].split(maxsplit=1)
             mask = np.broadcast_to(flags[name], mask.shape)
         name, rest = line.split(maxsplit=1)
+        if name == "bar.warp.sync":
+            return
         numbers = [int(n) for n in re.findall(r"\$(\d+)", rest)]
-        writes = not name.startswith(("st", "setp", "cp.async")) and not rest.startswith("t,")
+        writes = not name.startswith(("st", "setp", "cp.async", "bar")) and not rest.startswith("t,")
         count = len(re.findall(r"\$", rest.split("[")[0].split("}")[0])) if rest.startswith("{") else 1
         count = count if writes else 0
         get = lambda n: args[n - len(args_outputs)]
@@ -139,8 +141,9 @@ class Machine:
             flags["t"] = operands[0] & operands[1]
         elif name.startswith("setp"):
             target, left, constant = (x.strip() for x in rest.split(",")[:3])
-            compare = {"ne": np.not_equal, "eq": np.equal, "lt": np.less}[name.split(".")[1]]
+            compare = {"ne": np.not_equal, "eq": np.equal, "lt": np.less, "ge": np.greater_equal}[name.split(".")[1]]
             number = flags["t"] if left == "t" else operands[0]
+            number = number.view(np.int32) if name.endswith(".s32") else number
             flags[target] = compare(number, np.int64(int(constant)).astype(number.dtype))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
@@ -150,6 +153,8 @@ class Machine:
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
                 assert (to + offset) % 16 == 0 and source % 16 == 0
                 self.memory[to + offset : to + offset + 16] = 0 if ignored[i] else self.memory[source : source + 16]
+        elif name.startswith("stmatrix"):
+            self._stmatrix(operands[0], operands[1:])
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
@@ -178,7 +183,7 @@ class Machine:
         if name == "mov.f32":
             return [np.zeros(self.lane.shape, np.float32)]
         if kind[0] == "mov":
-            return x if x else [np.full(self.lane.shape, int(rest.split(",")[1]), np.uint32)]
+            return x if x else [np.full(self.lane.shape, int(rest.split(",")[1]) & 0xFFFFFFFF, np.uint32)]
         if kind[0] == "ld":
             width = int(kind[-2][1:]) if kind[-2].startswith("v") else 1
             element = {"f32": np.float32, "b32": np.uint32, "b16": np.uint16}[kind[-1]]
@@ -211,7 +216,8 @@ class Machine:
         with np.errstate(divide="ignore"):
             simple = {
                 "tanh": np.tanh,
-                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide
+                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide,
+                "rcp": np.reciprocal,
             }  # fmt: skip
             return [np.asarray(simple[kind[0]](*x), np.float32)]
 
@@ -223,6 +229,13 @@ class Machine:
             units = units.transpose(0, 2, 1) if trans else units
             out.append(np.ascontiguousarray(units).reshape(-1).view(np.uint32))
         return out
+
+    def _stmatrix(self, place, words):
+        place = np.broadcast_to(place, self.lane.shape).reshape(-1, 4, 8)
+        for m, word in enumerate(words):
+            units = word.view(np.uint8).reshape(-1, 16)  # four lanes hold a row
+            for row, at in zip(units, place[:, m].reshape(-1), strict=True):
+                self.memory[at : at + 16] = row
 
     def _mma(self, a, b, c, half):
         warps = len(self.lane) // 32
@@ -246,6 +259,21 @@ def emulated(module, machine: Machine):
         machine.outputs = count
         if "abs.f32" in text:
             return [np.maximum(args[0], abs(args[1]))]
+        if "max.u16x2" in text:  # of magnitudes, or of those of another lane
+            words = [np.broadcast_to(x, machine.lane.shape).astype(np.uint32) for x in args]
+            if "shfl" in text:
+                words.append(words[0][machine.lane ^ int(re.findall(r"\$1, (\d+), 31", text)[0])])
+            else:
+                words[0] = words[0] & 0x7FFF7FFF
+            return [np.maximum(*(x.view(np.uint16) for x in words)).view(np.uint32)]
+        if "max.NaN.f32" in text:  # the scale of a row
+            top = args[0].view(np.uint16).reshape(-1, 2).max(axis=1)
+            top = top.view(ml_dtypes.bfloat16 if "shl.b32" in text else np.float16).astype(np.float32)
+            factor, least = (np.uint32(int(x, 16)).view(np.float32) for x in re.findall("0f([0-9A-F]{8})", text))
+            return [np.maximum(top * factor, least)]
+        if "e4m3x2.f32 h" in text:  # four f32 -> a word
+            four = np.clip(np.stack(args, 1), -448, 448).astype(EIGHT["float8_e4m3fn"])
+            return [np.ascontiguousarray(four).view(np.uint32).reshape(-1)]
         if text.startswith("decode"):
             _, source, target = text.split()
             values = args[0].view(EIGHT[source]).astype(np.float32).reshape(-1, 2, 2)
@@ -253,12 +281,14 @@ def emulated(module, machine: Machine):
             return [np.ascontiguousarray(words[:, k, 0]) for k in range(2)]
         if text.startswith("encode"):
             _, source, target = text.split()
+            words, divisor = args[:-2], args[-2]
             with np.errstate(divide="ignore", invalid="ignore"):
-                x = np.stack(args[:2], 1).view(SIXTEEN[source]).astype(np.float32) / args[2][:, None]
+                x = np.stack(words, 1).view(SIXTEEN[source]).astype(np.float32) / divisor[:, None]
             x = np.trunc(x + np.copysign(np.float32(0.5), x)) if target == "int8" else x
             largest = {"int8": 127, "float8_e4m3fn": 448, "float8_e5m2": 57344}[target]
             x = np.clip(np.nan_to_num(x) if target == "int8" else x, -largest, largest)
-            return [np.ascontiguousarray(x.astype(EIGHT[target])).view(np.uint32).reshape(-1)]
+            x = np.ascontiguousarray(x.astype(EIGHT[target])).view(np.uint32).reshape(len(x), -1)
+            return [np.ascontiguousarray(column) for column in x.T]
         return machine.run(text, *args)
 
     def one(text, constraints, *args, **_):
@@ -306,7 +336,9 @@ def emulated(module, machine: Machine):
         decoded = lambda source, target, _=True: f"decode {source} {target}"
         swaps.append(mock.patch.object(module, "decode_word", decoded))
     if hasattr(module, "encode_words"):
-        swaps.append(mock.patch.object(module, "encode_words", lambda source, target: f"encode {source} {target}"))
+        swaps.append(
+            mock.patch.object(module, "encode_words", lambda source, target, _=False: f"encode {source} {target}")
+        )
     if hasattr(module, "_fragment_of_words"):
         swaps.append(mock.patch.object(module, "_fragment_of_words", fragment_of_words))
     with contextlib.ExitStack() as stack:

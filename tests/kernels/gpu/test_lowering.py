@@ -53,6 +53,11 @@ CASES = {
     **{f"group {h}/{k}": dict(num_heads=h, num_kv_heads=k) for h, k in ((8, 8), (14, 2), (64, 1))},
     **{f"page {s}": dict(page_size=s) for s in (8, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
+    "8-bit products": dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"),
+    "8-bit products, few rows": dict(
+        kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", rows=4, layout="NHD", mask=MaskRule(left=99),
+        logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, head_dim=192, out_dtype="float32",
+    ),
     "token scales": dict(kv_dtype="float8_e4m3fn", token_scales=True),
     "token scales, f16": dict(kv_dtype="float8_e5m2", token_scales=True, dtype="float16"),
     "token scales, NHD, window": dict(
@@ -103,6 +108,8 @@ QUICK = (
     "all",
     "group 14/2",
     "kv float8_e4m3fn",
+    "8-bit products",
+    "8-bit products, few rows",
     "D 192 V 128",
     "NHD",
     "token scales",
@@ -132,6 +139,15 @@ REFUSED = {
     "no soft cap by FMA": dict(cap_fourths=2),
     "5 of 4": dict(logits=LogitRule(scale=0.1, soft_cap=30.0), cap_fourths=5),
     "flat list of long tiles": dict(flat_list=True),
+    "8-bit products of 16 bits": dict(compute_dtype="float8_e4m3fn"),
+    "8-bit products of int8": dict(compute_dtype="float8_e4m3fn", kv_dtype="int8"),
+    "8-bit products in int8": dict(compute_dtype="int8", kv_dtype="int8"),
+    "8-bit products of wide values": dict(
+        compute_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", head_dim=256, v_head_dim=256
+    ),
+    "8-bit products with token scales": dict(
+        compute_dtype="float8_e4m3fn", kv_dtype="float8_e4m3fn", token_scales=True
+    ),
     "token scales of 16 bits": dict(token_scales=True),
     "token scales in blocks of 32": dict(token_scales=True, kv_dtype="int8", block_kv=32),
 }

@@ -73,6 +73,47 @@ def test_quantised_rows_are_what_quant_stores(source, target):
     np.testing.assert_array_equal(seen, pool)
 
 
+@pytest.mark.parametrize(("source", "target"), [("bfloat16", "float8_e4m3fn"), ("float16", "int8")])
+@pytest.mark.parametrize("dim", [128, 48])
+def test_rows_get_scales_of_their_own(dim, source, target):
+    """quant.token_head_scale, and rows divided by it; dim 48 leaves one lane in four idle."""
+    rng, chunks = np.random.default_rng(dim), 2
+    shape = writer._Pool(HEADS, dim // 16, BLOCKS, PAGE, True, source, target)
+    new = np.array(jnp.asarray(rng.normal(size=(TOKENS, HEADS, dim)), source))
+    new[3, 1], new[4, 0, 5] = 0, np.nan
+    arrays = dict(
+        slots=SLOTS, new=new, pool=np.full((BLOCKS, HEADS, PAGE, dim), 0xEE, np.uint8),
+        kept=np.full((BLOCKS, HEADS, PAGE), 9.0, np.float32),
+    )  # fmt: skip
+    starts, size = {}, 1024
+    for name, array in arrays.items():
+        starts[name], size = size, size + -(-array.nbytes // 256) * 256
+    machine = Machine(writer.THREADS, size)
+    for name, array in arrays.items():
+        machine.memory[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    with emulated(writer, machine):
+        for first in range(0, TOKENS * HEADS * writer.lanes_of_row(dim // 16), writer.THREADS * chunks):
+            where = [starts[name] for name in ("slots", "new", "pool", "kept")]
+            writer.quantise_rows(shape, *where, np.int32(first), TOKENS, chunks)
+    x = jnp.asarray(new).astype(jnp.float32)
+    scale = quant.token_head_scale(x, target)
+    want = np.asarray(quant.to_dtype(x, target, scale)).view(np.uint8)
+    seen = {
+        name: machine.memory[starts[name] : starts[name] + x.nbytes].view(x.dtype).reshape(x.shape)
+        for name, x in arrays.items()
+    }
+    for token, slot in enumerate(SLOTS):
+        if 0 <= slot < BLOCKS * PAGE:
+            at = (slot // PAGE, slice(None), slot % PAGE)
+            np.testing.assert_allclose(seen["kept"][at], np.asarray(scale)[token, :, 0], rtol=2e-7)
+            arrays["kept"][at] = seen["kept"][at]
+            close = abs(seen["pool"][at].astype(int) - want[token].astype(int)) <= 1  # a scale of another last bit
+            assert close.all() and (seen["pool"][at] == want[token]).mean() > 0.99
+            arrays["pool"][at] = seen["pool"][at]
+    np.testing.assert_array_equal(seen["pool"], arrays["pool"])
+    np.testing.assert_array_equal(seen["kept"], arrays["kept"])
+
+
 @pytest.mark.parametrize(("source", "target"), [("bfloat16", "int8"), ("float16", "float8_e4m3fn")])
 def test_a_quantising_write_is_one_launch(source, target):
     shape = jax.ShapeDtypeStruct
