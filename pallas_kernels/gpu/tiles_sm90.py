@@ -278,7 +278,10 @@ def full_block_bounds(piece: Piece):
 
 
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
+    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax.
+
+    Without cfg.ping_pong each goes its own way.
+    """
     row = row_bounds(cfg, refs, piece, 64 * wg)
     stage = refs.q_tile.at[piece.buffer, wg]
     q_tile, scale = _queries(cfg, refs, piece, wg, stage)
@@ -286,9 +289,17 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     n = piece.count
     slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.stages))
 
+    def say_done():
+        if cfg.ping_pong:
+            plgpu.barrier_arrive(refs.compute_barrier)
+
+    def take_turn():
+        if cfg.ping_pong:
+            plgpu.barrier_wait(refs.compute_barrier)
+
     def swap():
-        plgpu.barrier_arrive(refs.compute_barrier)
-        plgpu.barrier_wait(refs.compute_barrier)
+        say_done()
+        take_turn()
 
     @when(n > 0)
     def _():
@@ -310,12 +321,12 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
             plgpu.barrier_wait(refs.v_full.at[slot])
         weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
-        plgpu.barrier_arrive(refs.compute_barrier)
+        say_done()
         if not cfg.token_scales:
             plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
-        plgpu.barrier_wait(refs.compute_barrier)
+        take_turn()
 
         def wait_for_next_keys():
             @when(j + 1 < n)

@@ -104,5 +104,5 @@ def test_it_is_chosen_by_nobody_and_refused_with_reasons():
 def test_a_gradient_is_refused():
     q, cache, meta, params = problem()
     attn = jattn.PagedAttention(SPEC, CACHE, "sdpa")
-    with pytest.raises(Exception, match="compute_dtype='float8_e4m3fn' computes forward only"):
+    with pytest.raises(jattn.UnsupportedError, match="compute_dtype='float8_e4m3fn' computes forward only"):
         jax.grad(lambda q: attn.attend(q, cache, attn.build(meta), params).lse.sum())(q.astype(jnp.float32))

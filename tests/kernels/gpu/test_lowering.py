@@ -54,6 +54,7 @@ CASES = {
     **{f"page {s}": dict(page_size=s) for s in (8, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
     "8-bit products": dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"),
+    "no ping-pong": dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", ping_pong=False),
     "8-bit products, few rows": dict(
         kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", rows=4, layout="NHD", mask=MaskRule(left=99),
         logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, head_dim=192, out_dtype="float32",
