@@ -23,6 +23,7 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.supports import COPY_ROWS
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 from pallas_kernels.gpu.work_list import build_work_list
@@ -31,7 +32,8 @@ from pallas_kernels.gpu.work_list import build_work_list
 def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
     """The config that the backend would choose for this batch, changed by the options of the case and the call.
 
-    chip: of a config of the warp-level kernel, for a GPU of so many processors.
+    chip: of a config of the warp-level kernel, for a GPU of so many processors. any_rows, among the options: as for a
+    batch of unknown lengths, which pallas_gpu_invariant takes.
     """
     options = dict(case.options) | extra
     window = options.pop("window", None)
@@ -42,10 +44,14 @@ def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
         has_alibi=options.pop("alibi", False),
         score_fn=options.pop("score_fn", None),
     )
-    config = default_config if chip is None else functools.partial(warp_config, chip=chip, processors=processors)
+    if chip is None and case.page % COPY_ROWS != 0:
+        chip = "sm_90"
+    config = functools.partial(warp_config, chip=chip, processors=processors)
+    if chip is None:
+        config = functools.partial(default_config, keys=-(-int(case.seq_lens.max()) // case.page) * case.page)
     longest = int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads)
     return config(
-        rows=None if options.get("whole_units") else longest,  # as in pallas_gpu_invariant
+        rows=None if options.pop("any_rows", False) else longest,
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,
@@ -290,16 +296,22 @@ def run_case(case, args, **extra):
         row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
     if args.time:
-        run = (q, k, v, table, work, scale_pools)
         if (wait := getattr(args, "before_timing", None)) is not None:
             wait()
-        us, parts = cupti.micros(attend, *run, iterations=args.iterations)
-        row |= dict(us=us, parts=parts, list_us=cupti.micros(plan, starts, seqs, iterations=args.iterations)[0])
-        row |= dict(bytes=case.read_bytes(), flop=case.flops())
-        row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
-        if case.name.startswith(("pre_", "chunk_")):
-            row["sustained_us"] = cupti.sustained(attend, *run, us=us)
-            row["sustained_tflop_s"] = row["flop"] / row["sustained_us"] / 1e6
+        with cupti.alone():
+            row |= _timed(case, args, attend, (q, k, v, table, work, scale_pools), plan, (starts, seqs))
+    return row
+
+
+def _timed(case, args, attend, run, plan, batch) -> dict:
+    """The columns of time."""
+    us, parts = cupti.micros(attend, *run, iterations=args.iterations)
+    row = dict(us=us, parts=parts, list_us=cupti.micros(plan, *batch, iterations=args.iterations)[0])
+    row |= dict(bytes=case.read_bytes(), flop=case.flops())
+    row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
+    if case.name.startswith(("pre_", "chunk_")):
+        row["sustained_us"] = cupti.sustained(attend, *run, us=us)
+        row["sustained_tflop_s"] = row["flop"] / row["sustained_us"] / 1e6
     return row
 
 

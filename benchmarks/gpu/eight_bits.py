@@ -62,8 +62,8 @@ CHECKED = {
 TIMED = {
     "exact": [(of("pre_1x8k"), {}), (of("mixed_32d_2p"), {})],
     "rounded": [
-        (of("pre_1x8k"), ROUNDED), (of("pre_1x8k"), ROUNDED | dict(ping_pong=False)), (of("mixed_32d_2p"), ROUNDED), (BY_NAME["dec_16x32k_fp8"], ROUNDED),
-        (of("dec_1x128k"), ROUNDED),
+        (of("pre_1x8k"), ROUNDED), (of("pre_1x8k"), ROUNDED | dict(ping_pong=False)), (of("mixed_32d_2p"), ROUNDED),
+        (BY_NAME["dec_16x32k_fp8"], ROUNDED), (of("dec_1x128k"), ROUNDED),
     ],
     "scales": [
         (BY_NAME["dec_16x32k_fp8"], {}), (BY_NAME["dec_16x32k_fp8"], SCALES), (of("pre_1x8k"), SCALES),

@@ -81,7 +81,9 @@ def ragged_paged_attention(
     """
     _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks, (k_token_scale, v_token_scale), qq_bias)
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    per_head = jnp.stack([_one_each(alibi_slopes, heads, 0.0), _one_each(sinks, heads, 0.0)], axis=1)
+    per_head = None
+    if alibi_slopes is not None or sinks is not None or qq_bias is not None:
+        per_head = jnp.stack([_one_each(alibi_slopes, heads, 0.0), _one_each(sinks, heads, 0.0)], axis=1)
     if qq_bias is not None:
         per_head = jnp.concatenate([per_head, bias_rows(qq_bias)])
     scales = [_one_each(k_scale, kv_heads, 1.0) * config.logits.scale, _one_each(v_scale, kv_heads, 1.0)]
@@ -90,6 +92,7 @@ def ragged_paged_attention(
     elif q_scale is not None:
         q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
     scales = jnp.stack(scales, axis=1)
+    per_head = scales if per_head is None else per_head  # not read: XLA would launch a kernel that fills it with zeros
     token_scales = (k_token_scale, v_token_scale) if config.token_scales else ()
     arrays = q, k_pages, v_pages, block_table, work, scales, per_head, token_scales
     if isinstance(config, WarpKernelConfig):
@@ -205,12 +208,12 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
     small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((4,), jnp.int32)]
-    pages, scaled = max(block // cfg.page_size, 1), cfg.token_scales and not cfg.converts_tiles
+    copies, scaled = block // cfg.copied_keys, cfg.token_scales and not cfg.converts_tiles
     converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]
-    arrivals = [1 if own else pages + more for own, more in zip(converted, (scaled, 0), strict=True)]
+    arrivals = [1 if own else copies + more for own, more in zip(converted, (scaled, 0), strict=True)]
     full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals)
     free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
-    stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (pages, 1) for count, _ in kept)
+    stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (copies, 1) for count, _ in kept)
     buffers = dict(num_barriers=cfg.q_buffers)
     queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
     compute_barrier = plgpu.Barrier(num_arrivals=2)

@@ -43,7 +43,16 @@ class _Pool:
 
 
 def write_rows(
-    rows, scales, slots, pools, scale_pools, *, page_size: int, heads_first: bool, divisors=(), chunks: int | None = None
+    rows,
+    scales,
+    slots,
+    pools,
+    scale_pools,
+    *,
+    page_size: int,
+    heads_first: bool,
+    divisors=(),
+    chunks: int | None = None,
 ):
     """Writes rows (k [T, K, D], v [T, K, V]) to slots i32[T] of the pools. A slot < 0 or past the end is not written.
 
