@@ -21,7 +21,7 @@ class KernelCase:
     kv_dtype: str = "bfloat16"
     pad_tokens: int = 0
     pad_reqs: int = 0
-    options: tuple = ()  # (name, value) pairs: fields of GpuKernelConfig
+    options: tuple = ()  # (name, value) pairs: fields of GpuKernelConfig, or arguments of check.config_of
 
     @property
     def q_lens(self):
@@ -98,6 +98,11 @@ CHECKED = [
     KernelCase(name="mix_gqa7", lengths=MIX, num_heads=14, num_kv_heads=2, page=64),
     KernelCase(name="mix_mqa64", lengths=MIX, num_heads=64, num_kv_heads=1, page=8),
     KernelCase(name="mix_page256", lengths=MIX, page=256),
+    KernelCase(name="mix_page48", lengths=MIX, page=48),
+    KernelCase(name="mix_page40_fp8", lengths=MIX, page=40, kv_dtype="float8_e4m3fn"),
+    KernelCase(name="mix_page3", lengths=MIX, page=3, pad_tokens=37),
+    KernelCase(name="short_whole", lengths=((1, 300), (4, 512), (1, 1), (90, 200), (0, 0)), pad_tokens=37, pad_reqs=3),
+    KernelCase(name="dec_whole", lengths=((1, 300), (2, 512), (1, 1), (1, 129), (0, 0)), pad_tokens=70, pad_reqs=3),
     KernelCase(name="mix_fp8", lengths=MIX, kv_dtype="float8_e4m3fn"),
     KernelCase(name="mix_e5m2", lengths=MIX, kv_dtype="float8_e5m2"),
     KernelCase(name="mix_int8", lengths=MIX, kv_dtype="int8"),
@@ -109,7 +114,7 @@ CHECKED = [
     KernelCase(name="mix_lr", lengths=MIX, options=(("mask", MaskRule(causal=False, left=77, right=30)),)),
     KernelCase(name="mix_chunk", lengths=MIX, options=(("mask", MaskRule(chunk=192)),)),
     KernelCase(name="mix_lookback", lengths=MIX, options=(("mask", MaskRule(chunk=80, lookback=2)),)),
-    KernelCase(name="mix_whole", lengths=MIX, pad_tokens=37, options=(("whole_units", True),)),
+    KernelCase(name="mix_whole", lengths=MIX, pad_tokens=37, options=(("whole_units", True), ("any_rows", True))),
     KernelCase(name="mix_spans", lengths=MIX, pad_tokens=37, options=(("mask", MaskRule(spans=True)),)),
     KernelCase(
         name="mix_clamped",

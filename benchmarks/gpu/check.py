@@ -22,6 +22,7 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.supports import COPY_ROWS
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 from pallas_kernels.gpu.work_list import build_work_list
@@ -30,7 +31,8 @@ from pallas_kernels.gpu.work_list import build_work_list
 def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
     """The config that the backend would choose for this batch, changed by the options of the case and the call.
 
-    chip: of a config of the warp-level kernel, for a GPU of so many processors.
+    chip: of a config of the warp-level kernel, for a GPU of so many processors. any_rows, among the options: as for a
+    batch of unknown lengths, which pallas_gpu_invariant takes.
     """
     options = dict(case.options) | extra
     window = options.pop("window", None)
@@ -41,10 +43,14 @@ def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
         has_alibi=options.pop("alibi", False),
         score_fn=options.pop("score_fn", None),
     )
-    config = default_config if chip is None else functools.partial(warp_config, chip=chip, processors=processors)
+    if chip is None and case.page % COPY_ROWS != 0:
+        chip = "sm_90"
+    config = functools.partial(warp_config, chip=chip, processors=processors)
+    if chip is None:
+        config = functools.partial(default_config, keys=-(-int(case.seq_lens.max()) // case.page) * case.page)
     longest = int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads)
     return config(
-        rows=None if options.get("whole_units") else longest,  # as in pallas_gpu_invariant
+        rows=None if options.pop("any_rows", False) else longest,
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
         head_dim=case.head_dim,

@@ -23,10 +23,10 @@ TREES = cases.KernelCase(name="trees_64x16_of_4k", lengths=((16, 4096),) * 64)
 TIMED = {  # (case, option) -> fields of the config
     (BY_NAME["pre_1x8k"], "off"): {},
     (BY_NAME["pre_1x8k"], "spans"): dict(mask=MaskRule(spans=True)),
-    (BY_NAME["pre_1x8k"], "whole_units"): dict(whole_units=True),
+    (BY_NAME["pre_1x8k"], "whole_units"): dict(whole_units=True, any_rows=True),
     (BY_NAME["dec_64x4k"], "off"): {},
     (BY_NAME["dec_64x4k"], "spans"): dict(mask=MaskRule(spans=True)),
-    (BY_NAME["dec_64x4k"], "whole_units"): dict(whole_units=True),
+    (BY_NAME["dec_64x4k"], "whole_units"): dict(whole_units=True, any_rows=True),
     (TREES, "off"): {},
     (TREES, "qq_bias"): dict(qq_bias=True),
 }

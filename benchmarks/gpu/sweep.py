@@ -1,16 +1,16 @@
 """The Hopper kernel beside FlashAttention-3 on shapes of real models: the geometric mean, and the worst ten.
 
-    python -m benchmarks.gpu.sweep [--fa3 LIBRARY] [--seed N] [--cases 60] [--seconds 100] [--write | --out DIR]
+    python -m benchmarks.gpu.sweep [--fa3 LIBRARY] [--seed N] [--cases 90] [--seconds 100] [--write | --out DIR]
 
-LIBRARY: see benchmarks/gpu/fa3.py. The first cases are one of each class; the others are drawn by the seed. Each is
-checked on a few rows against numpy float64, then timed: the sum of the kernels of a call by CUPTI, keys in L2 where
-they fit. Some cases at a time are compiled in threads, then timed with nothing beside them. A ratio is
-FlashAttention-3's time over ours: more than 1 is faster. `--set` is a python dict of GpuKernelConfig fields for every
-case; with it, cases that the kernel refuses are left out.
+LIBRARY: see benchmarks/gpu/fa3.py. The first cases are those of `sweep_cases.CLASSES`; the others are drawn by the
+seed. Each is checked on a few rows against numpy float64, then timed: the sum of the kernels of a call by CUPTI, keys
+in L2 where they fit. Programs are lowered in processes and compiled in threads while others are timed. A ratio is
+FlashAttention-3's time over ours: more than 1 is faster. Its time is its kernels' by CUPTI too where a call is short,
+else that of a CUDA graph, which has the gaps between kernels. --set is a python dict of GpuKernelConfig fields for
+every case; with it, cases that the kernel refuses are left out.
 """
 
 import argparse
-import dataclasses
 import json
 import math
 import os
@@ -18,114 +18,26 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import records
-from benchmarks.gpu import cases, check, cupti, jobs
+from benchmarks.gpu import cases, check, cupti, drawn, jobs, lowering, sweep_cases
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
-from pallas_kernels.gpu.work_list import build_work_list
+from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 
 BOUND, LSE_BOUND = 6e-3, 1e-4  # of a row's relative error; of the log-sum-exp
-TOGETHER = 12  # cases that are compiled at the same time
-MOST_KEYS = 3 << 30  # bytes of a drawn batch's keys and values
-MODELS = {  # heads, kv heads, head_dim, v_head_dim, soft cap, window
-    "llama8b": (32, 8, 128, 128, None, None),
-    "llama70b_tp8": (8, 1, 128, 128, None, None),
-    "qwen7b": (28, 4, 128, 128, None, None),
-    "qwen14b": (40, 8, 128, 128, None, None),
-    "qwen30b_a3b": (32, 4, 128, 128, None, None),
-    "mistral_window": (32, 8, 128, 128, None, 4096),
-    "mha13b": (40, 40, 128, 128, None, None),
-    "gpt_oss": (64, 8, 64, 64, None, None),
-    "gpt_oss_window": (64, 8, 64, 64, None, 128),
-    "llama1b": (32, 8, 64, 64, None, None),
-    "qwen05b": (14, 2, 64, 64, None, None),
-    "phi3_mini": (32, 32, 96, 96, None, None),
-    "gemma2_9b": (16, 8, 256, 256, 50.0, None),
-    "gemma2_9b_window": (16, 8, 256, 256, 50.0, 4096),
-    "gemma3_12b": (16, 8, 256, 256, None, None),
-    "gemma3_12b_window": (16, 8, 256, 256, None, 1024),
-    "mla_materialised": (16, 16, 192, 128, None, None),
-}
-EIGHT_BITS = ("llama8b", "qwen30b_a3b", "gpt_oss", "llama70b_tp8", "gemma3_12b")
-MIXED = ((1, 4096),) * 32 + ((2048, 2048), (2048, 6144))
-CLASSES = (  # name, model, lengths, page, 8 bits
-    ("pre_1x8k_fp8", "llama8b", ((8192, 8192),), 16, True),
-    ("mixed_32d_2p_fp8", "llama8b", MIXED, 16, True),
-    ("pre_1x4k_d256_softcap", "gemma2_9b", ((4096, 4096),), 16, False),
-    ("pre_1x8k_d192_v128", "mla_materialised", ((8192, 8192),), 16, False),
-    ("pre_1x4k_d64", "gpt_oss", ((4096, 4096),), 16, False),
-    ("pre_1x512", "llama8b", ((512, 512),), 16, False),
-    ("chunk_512_of_64k", "llama8b", ((512, 65536),), 16, False),
-    ("dec_1x300", "llama8b", ((1, 300),), 16, False),
-    ("dec_4x500", "llama8b", ((1, 500),) * 4, 16, False),
-    ("dec_512_tiny", "llama8b", tuple((1, 50 + 37 * i % 751) for i in range(512)), 16, False),
-    ("pre_1x4k_d96", "phi3_mini", ((4096, 4096),), 16, False),
-    ("pre_ragged", "llama8b", tuple((n, n) for n in (3001, 517, 1800, 64, 2222, 130, 905, 4000)), 16, False),
-    ("pre_1x4k_d256", "gemma3_12b", ((4096, 4096),), 64, False),
-    ("mixed_d256", "gemma3_12b", MIXED, 64, False),
-    ("pre_1x8k", "llama8b", ((8192, 8192),), 16, False),
-    ("mixed_32d_2p", "llama8b", MIXED, 16, False),
-    ("dec_64x4k", "llama8b", ((1, 4096),) * 64, 16, False),
-    ("mixed_d256_fp8", "gemma3_12b", MIXED, 64, True),
-)
+PROCESSES, THREADS = 10, 14
+SEEDS = (1, 2, 3)  # of q, k and v
+TILES = ("block_kv", "stages", "q_buffers", "narrow_rows", "whole_units", "keys_first")
 
 
-def case_of(name: str, model: str, lengths: tuple, page: int, eight_bits: bool) -> cases.KernelCase:
-    """A batch of a model in MODELS."""
-    heads, kv_heads, dim, v_dim, cap, window = MODELS[model]
-    options = (("soft_cap", cap),) if cap else ()
-    options += (("window", window),) if window else ()
-    return cases.KernelCase(
-        name=name, lengths=lengths, num_heads=heads, num_kv_heads=kv_heads, head_dim=dim, v_head_dim=v_dim, page=page,
-        kv_dtype="float8_e4m3fn" if eight_bits else "bfloat16", options=options,
-    )  # fmt: skip
-
-
-def lengths_of(kind: str, rng: np.random.Generator) -> tuple:
-    """(q_len, seq_len) of each request of a drawn batch."""
-    log = lambda low, high, *size: np.exp(rng.uniform(np.log(low), np.log(high), size)).astype(int)
-    if kind == "prefill":
-        n = int(log(128, 16384, 1)[0])
-        return ((n, n),)
-    if kind == "prefills":
-        return tuple((int(n), int(n)) for n in log(64, 4096, int(rng.integers(2, 13))))
-    if kind == "chunk":
-        new, old = int(log(128, 4096, 1)[0]), int(log(2048, 65536, 1)[0])
-        return ((new, old + new),)
-    if kind == "decode":
-        count, top = int(log(1, 256, 1)[0]), int(log(256, 32768, 1)[0])
-        return tuple((1, int(n)) for n in rng.integers(top // 4, top, count))
-    if kind == "tiny":
-        return tuple((1, int(n)) for n in log(16, 800, int(log(1, 512, 1)[0])))
-    if kind == "spec":
-        q_len, seqs = int(rng.integers(2, 9)), log(256, 16384, int(log(1, 64, 1)[0]))
-        return tuple((q_len, int(n)) for n in seqs)
-    decodes = tuple((1, int(n)) for n in log(200, 8192, int(rng.integers(4, 65))))
-    return decodes + tuple((int(n), int(n + old)) for n, old in zip(log(200, 4096, 2), log(64, 8192, 2), strict=True))
-
-
-def drawn(seed: int, number: int) -> cases.KernelCase:
-    """Case `number` of a seed: the same whatever was drawn before it."""
-    rng = np.random.default_rng((seed, number))
-    model = str(rng.choice(list(MODELS)))
-    kind = str(rng.choice(("prefill", "prefills", "chunk", "decode", "tiny", "spec", "mixed")))
-    page, eight_bits = int(rng.choice((16, 64, 128))), model in EIGHT_BITS and rng.random() < 0.3
-    lengths = lengths_of(kind, rng)
-    name = f"{seed}.{number}_{kind}_{model}_p{page}{'_fp8' * eight_bits}"
-    case = case_of(name, model, lengths, page, eight_bits)
-    if case.read_bytes() <= MOST_KEYS:
-        return case
-    return dataclasses.replace(case, lengths=lengths[: max(1, int(len(lengths) * MOST_KEYS / case.read_bytes()))])
-
-
-def fa3(library: str, batches: list[cases.KernelCase], seconds: float) -> dict[str, float | str]:
-    """Case name -> microseconds, or the reason why not; from a process of its own, before JAX takes the memory."""
+def fa3(library: str, batches: list[cases.KernelCase], seconds: float) -> dict[str, dict]:
+    """Case name -> columns of its row; from a process of its own, before JAX takes the memory."""
     fields = ("name", "lengths", "num_heads", "num_kv_heads", "head_dim", "v_head_dim", "page", "kv_dtype")
     rows = [{name: getattr(case, name) for name in fields} for case in batches]
     for row, case in zip(rows, batches, strict=True):
@@ -140,28 +52,59 @@ def fa3(library: str, batches: list[cases.KernelCase], seconds: float) -> dict[s
             return json.load(file)
 
 
-@dataclasses.dataclass
-class Program:
-    """A compiled attention call, its inputs, and sampled rows: (token, head, float64 output, its lse)."""
-
-    attend: Any
-    inputs: tuple
-    rows: list[tuple[int, int, np.ndarray, float]]
-
-
-def compiled(case: cases.KernelCase, config) -> Program:
-    """Runs in a thread."""
-    q, k, v, table, starts, seqs = inputs = check.make_inputs(case, config, poison=False)
-    work = jax.jit(lambda s, n: build_work_list(s, n, q.shape[0], config))(starts, seqs)
-    run = (q, k, v, table, work)
-    attend = jax.jit(lambda q, k, v, t, w: ragged_paged_attention(q, k, v, t, w, config))
-    return Program(attend.lower(*run).compile(), run, references(case, config, inputs))
+def shapes_of(case: cases.KernelCase, config) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a case's arrays."""
+    shape, pages = jax.ShapeDtypeStruct, -(-case.seq_lens // case.page)
+    order = (case.num_kv_heads, case.page) if config.layout == "HND" else (case.page, case.num_kv_heads)
+    pools = (
+        shape((int(pages.sum()), *order, dim), jnp.dtype(config.kv_dtype)) for dim in (case.head_dim, case.v_head_dim)
+    )
+    q = shape((int(case.q_lens.sum()), case.num_heads, case.head_dim), jnp.dtype(config.dtype))
+    reqs = len(case.lengths)
+    ints = dict(table=(reqs, max(int(pages.max()), 1)), starts=(reqs + 1,), seqs=(reqs,))
+    return dict(zip("qkv", (q, *pools), strict=True)) | {name: shape(size, jnp.int32) for name, size in ints.items()}
 
 
-def references(case, config, inputs, samples: int = 3) -> list[tuple[int, int, np.ndarray, float]]:
-    """Sampled rows; the first and the last are among them."""
-    q, k, v, table, starts, seqs = inputs
-    host = (q, k, v, *map(np.asarray, (table, starts, seqs)), None, None, (1.0, 1.0), None, None)
+def programs_of(case: cases.KernelCase, config) -> dict[str, bytes]:
+    """The lowered functions of a case. Runs in a process without a GPU."""
+    of = shapes_of(case, config)
+    tokens = of["q"].shape[0]
+
+    def fill(seed):
+        seeds = zip(SEEDS, "qkv", strict=True)
+        return tuple(drawn.fill(seed + jnp.uint32(n), of[name].shape, of[name].dtype) for n, name in seeds)
+
+    def plan(starts, seqs):
+        work = build_work_list(starts, seqs, tokens, config)
+        return work.info, work.cta
+
+    def attend(q, k, v, table, info, cta):
+        return ragged_paged_attention(q, k, v, table, GpuWorkList(info=info, cta=cta), config)
+
+    lengths = of["starts"], of["seqs"]
+    run = (*(of[name] for name in ("q", "k", "v", "table")), *jax.eval_shape(plan, *lengths))
+    return dict(
+        fill=lowering.lowered(fill, jax.ShapeDtypeStruct((), jnp.uint32)),
+        plan=lowering.lowered(plan, *lengths),
+        attend=lowering.lowered(attend, *run),
+    )
+
+
+def host_arrays(case: cases.KernelCase) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(block table of permuted pages, query_start_loc, seq_lens)."""
+    pages = -(-case.seq_lens // case.page)
+    table = np.zeros((len(pages), max(int(pages.max()), 1)), np.int32)
+    ids = np.random.default_rng(0).permutation(int(pages.sum()))
+    for row, count, end in zip(table, pages, np.cumsum(pages), strict=True):
+        row[:count] = ids[end - count : end]
+    return table, np.append(0, np.cumsum(case.q_lens)).astype(np.int32), case.seq_lens.astype(np.int32)
+
+
+def references(case, config, samples: int = 4) -> list[tuple[int, int, np.ndarray, float]]:
+    """Sampled rows, (token, head, float64 output, its lse); the first and the last are among them."""
+    of, (table, starts, seqs) = shapes_of(case, config), host_arrays(case)
+    q, k, v = (drawn.Drawn(n, of[name].shape, of[name].dtype) for n, name in zip(SEEDS, "qkv", strict=True))
+    host = (q, k, v, table, starts, seqs, None, None, (1.0, 1.0), None, None)
     rng, last = np.random.default_rng(0), len(case.lengths) - 1
     picks = [(0, 0), (last, case.lengths[last][0] - 1)]
     for r in rng.integers(0, last + 1, samples - 2):
@@ -184,51 +127,73 @@ def rows_error(rows, out, lse) -> dict:
     return dict(rel_err=relative, lse_err=worst_lse)
 
 
-def measure(case: cases.KernelCase, config, program: Future, peer, iterations: int) -> dict:
+def timed(attend, run, iterations: int) -> tuple[float, dict[str, float]]:
+    """cupti.micros, again where a program that another thread loaded was counted too."""
+    try:
+        return cupti.micros(attend, *run, iterations=iterations)
+    except RuntimeError:
+        return cupti.micros(attend, *run, iterations=iterations)
+
+
+def measure(case: cases.KernelCase, config, programs: Future, rows: Future, peer: dict, iterations: int) -> dict:
     """One row: errors, microseconds, the ratio to the peer; `ok` says whether the numbers are right."""
-    built = program.result()
-    run = built.inputs
-    out, lse = (np.asarray(x) for x in built.attend(*run))
-    row = rows_error(built.rows, out, lse)
+    built = programs.result()
+    table, starts, seqs = map(jnp.asarray, host_arrays(case))
+    run = (*built["fill"](jnp.uint32(0)), table, *built["plan"](starts, seqs))
+    row = rows_error(rows.result(), *(np.asarray(x) for x in built["attend"](*run)))
     row["ok"] = row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND
-    us, parts = cupti.micros(built.attend, *run, iterations=iterations)
-    tiles = {name: getattr(config, name) for name in ("block_kv", "stages", "q_buffers", "narrow_rows")}
+    us, parts = timed(built["attend"], run, iterations)
+    tiles = {name: getattr(config, name) for name in TILES}
     row |= dict(us=us, parts=parts, tiles=tiles, bytes=case.read_bytes(), flop=case.flops())
-    row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
-    return row | (dict(fa3_us=peer, ratio=peer / us) if isinstance(peer, float) else dict(fa3=peer))
+    row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6) | peer
+    best = peer.get("fa3_us", peer.get("fa3_graph_us"))
+    return row | (dict(ratio=best / us) if best else {})
 
 
-def jobs_of(batches, extra: dict, peers: dict, iterations: int, pool, rows: list) -> Iterator[jobs.Job]:
-    """The jobs in order, compiled TOGETHER; each keeps its row."""
-    todo = [(case, check.config_of(case, **extra)) for case in batches]
-    todo = [(case, config) for case, config in todo if not (extra and supports(config))]
-    programs = {}
-    for number, (case, config) in enumerate(todo):
-        if number % TOGETHER == 0:
-            some = todo[number : number + TOGETHER]
-            programs = {other.name: pool.submit(compiled, other, wanted) for other, wanted in some}
-            wait(programs.values())
+def jobs_of(todo: list[tuple], built: list[Future], peers: dict, args, rows: list) -> Iterator[jobs.Job]:
+    """The jobs in order, with their compiled programs. Each keeps its row."""
+    with ThreadPoolExecutor(2) as pool:
+        own = {case.name: (case, config) for case, config, variant in reversed(todo)}
+        witness = {name: pool.submit(references, *own[name]) for name in dict.fromkeys(c.name for c, _, _ in todo)}
+        for number, (case, config, variant) in enumerate(todo):
+            programs, built[number] = built[number], None
 
-        program = programs.pop(case.name)
+            def work(case=case, config=config, variant=variant, programs=programs):
+                peer = peers.get(case.name, {})
+                row = measure(case, config, programs, witness[case.name], peer, args.iterations)
+                rows.append(row | dict(case=case.name, variant=variant))
+                print(f"  {row.get('ratio', 0):.2f}", *(f"{k}={v}" for k, v in peer.items()),
+                      *row["parts"].values(), row["tiles"], end=" ")  # fmt: skip
+                return row
 
-        def work(case=case, config=config, program=program):
-            row = measure(case, config, program, peers.get(case.name), iterations)
-            rows.append(row | dict(case=case.name))
-            if "ratio" in row:
-                print(f"  {row['ratio']:.2f} of FlashAttention-3's {row['fa3_us']:.1f} us, {row['tiles']}", end=" ")
-            return row
-
-        yield dict(case=case.name, backend="pallas_gpu"), work
+            yield dict(case=case.name, variant=variant), work
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def summary(rows: list[dict]) -> str:
-    """The geometric mean and the worst ten ratios."""
-    judged = sorted((row for row in rows if "ratio" in row), key=lambda row: row["ratio"])
+    """The geometric mean and the worst ten ratios, of the variants that the policy chooses."""
+    judged = sorted((row for row in rows if "ratio" in row and not row["variant"]), key=lambda row: row["ratio"])
     if not judged:
         return "no ratio"
     mean = math.exp(sum(math.log(row["ratio"]) for row in judged) / len(judged))
     lines = [f"geometric mean {mean:.3f} of {len(judged)} ratios, {sum(r['ratio'] < 1 for r in judged)} below 1"]
     return "\n".join(lines + [f"{r['ratio']:6.2f}  {r['us']:9.1f} us  {r['case']}" for r in judged[:10]])
+
+
+def selected(args) -> tuple[list[cases.KernelCase], list[tuple]]:
+    """(batches, what is measured: (case, config, name of the variant)); a variant follows its case."""
+    batches = [sweep_cases.case_of(*given) for given in sweep_cases.CLASSES]
+    batches += [sweep_cases.drawn(args.seed, number) for number in range(max(args.cases - len(batches), 0))]
+    wanted = [text for text in args.only.split(",") if text]
+    batches = [case for case in batches[: args.cases] if not wanted or any(text in case.name for text in wanted)]
+    extra, todo = eval(args.set) if args.set else {}, []
+    for case in batches:
+        todo.append((case, check.config_of(case, **extra), args.set))
+        for name, fields in () if extra else sweep_cases.VARIANTS:
+            if name == case.name:
+                label = ",".join(f"{key}={value}" for key, value in fields.items())
+                todo.append((case, check.config_of(case, **fields), label))
+    return batches, [one for one in todo if not (one[2] and supports(one[1]))]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -239,22 +204,19 @@ def main(argv: list[str] | None = None) -> int:
     jobs.add_options(parser, seconds=100)
     parser.add_argument("--fa3", metavar="LIBRARY")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--cases", type=int, default=len(sweep_cases.CLASSES))
     parser.add_argument("--iterations", type=int, default=6)
     parser.add_argument("--set", default="", help="python dict of config fields for every case")
     args = parser.parse_args(argv)
-    batches = [case_of(*given) for given in CLASSES]
-    batches += [drawn(args.seed, number) for number in range(max(args.cases - len(batches), 0))]
-    wanted = [text for text in args.only.split(",") if text]
-    batches = [case for case in batches[: args.cases] if not wanted or any(text in case.name for text in wanted)]
-    peers = cupti.attempt(lambda: fa3(args.fa3, batches, args.seconds / 4)) if args.fa3 else {}
+    batches, todo = selected(args)
+    compiler = lowering.Compiler(PROCESSES, THREADS)
+    built = [compiler.compile(compiler.lower(programs_of, case, config)) for case, config, _ in todo]
+    peers = cupti.attempt(lambda: fa3(args.fa3, batches, args.seconds / 3)) if args.fa3 else {}
     args.seconds -= peers.get("wall_s", 0)
     rows: list[dict] = []
-    with ThreadPoolExecutor(TOGETHER) as pool:
-        extra = eval(args.set) if args.set else {}
-        todo = jobs_of(batches, extra, peers, args.iterations, pool, rows)
-        failed = jobs.run(todo, args, records.provenance(), "sweep")
-        pool.shutdown(wait=False, cancel_futures=True)
+    todo = jobs_of(todo, built, peers, args, rows)
+    failed = jobs.run(todo, args, records.provenance(), "sweep")
+    compiler.close()
     print(summary(rows), flush=True)
     return int(failed > 0)
 

@@ -265,8 +265,8 @@ class AttentionBackend(BackendMethods):
         return ""
 
     @classmethod
-    def kernel_name(cls, chip: Chip) -> str:
-        """Which kernel computes on this chip; empty: the backend has only one."""
+    def kernel_name(cls, chip: Chip, cache_spec: KVCacheSpec | None) -> str:
+        """Which kernel computes a layer with this cache on this chip; empty: the backend has only one."""
         return ""
 
     @classmethod

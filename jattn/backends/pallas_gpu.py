@@ -47,12 +47,10 @@ from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
-from pallas_kernels.gpu.merge_ranks_sm90 import merge_ranks
-from pallas_kernels.gpu.merge_ranks_sm90 import supports as merges_ranks
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from pallas_kernels.gpu.rotate_write_sm90 import supports as rotates_and_writes
-from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.supports import COPY_ROWS, supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
@@ -61,8 +59,6 @@ from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
 ONE_RANK = ContextParallel()
-MERGED_ROWS = 4096
-"""Tokens times heads up to which `merge_ranks` exchanges states; the bytes of more take longer than NCCL's latency."""
 WARPS_SINCE = (0, 12)  # JAX's version
 
 
@@ -74,9 +70,13 @@ def kernel_config(
 
     invariant: one kernel for every batch, which cuts no unit.
     """
-    longest = None if common is None or invariant else queries_of(common, spec.attn_type).max_query_len
+    longest = keys = None
+    if common is not None and not invariant:
+        longest, keys = queries_of(common, spec.attn_type).max_query_len, keys_of(common, spec.attn_type).max_seq_len
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
-    config_of = default_config if _is_hopper(chip) else functools.partial(warp_config, chip=chip.generation)
+    config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation)
+    if _by_wgmma(chip, cache_spec.block_size):
+        config_of = functools.partial(default_config, keys=keys, **(dict(whole_units=True) if invariant else {}))
     return config_of(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
@@ -94,7 +94,6 @@ def kernel_config(
         has_sinks=spec.has_sinks,
         per_request_causal=decoder and common is not None and common.causal_per_request is not None,
         qq_bias=spec.use_qq_bias,
-        whole_units=invariant,
         shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
 
@@ -102,6 +101,11 @@ def kernel_config(
 def _is_hopper(chip: Chip) -> bool:
     """Is it sm_90, or unknown?"""
     return chip.generation in ("", HOPPER.generation)
+
+
+def _by_wgmma(chip: Chip, block_size: int) -> bool:
+    """Does Hopper's kernel compute these pages? TMA copies whole groups of rows; the warp-level kernel single rows."""
+    return _is_hopper(chip) and block_size % COPY_ROWS == 0
 
 
 def config_reasons(config: GpuKernelConfig) -> list[str]:
@@ -242,26 +246,11 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         impl = dataclasses.replace(self, spec=dataclasses.replace(self.spec, has_sinks=False), out_dtype="float32")
         states: Any = [_paged(impl, q, cache, level, params, None) for level in m.shared]
         states += [_paged(impl, q, cache, dataclasses.replace(m, shared=()), params, counters)]
-        state = self._of_all_ranks(states, self.out_dtype or q.dtype)
+        state = merge(*states) if self.parallel.combine is None else self.parallel.combine(merge(*states))
         if self.spec.has_sinks:
             assert params.sinks is not None
             state = with_sinks(state, params.sinks)
         return dataclasses.replace(state, out=state.out.astype(self.out_dtype or q.dtype))
-
-    def _of_all_ranks(self, states: list, dtype: Any) -> AttentionState:
-        """The merged states of all levels and all ranks of DCP; of few rows in one launch, if the ranks are peers.
-
-        dtype: of the result without sinks, to which the launch rounds.
-        """
-        ranks, (tokens, heads, width) = self.parallel, states[0].out.shape
-        if ranks.combine is None:
-            return merge(*states)
-        if ranks.are_peers and self.chip == HOPPER and tokens * heads <= MERGED_ROWS:
-            if merges_ranks(tokens * heads, width, ranks.dcp_world_size):
-                rounds = jnp.dtype(dtype) == jnp.bfloat16 and not self.spec.has_sinks
-                state = states[0] if len(states) == 1 else merge(*states)
-                return _merge_of_ranks(ranks, "bfloat16" if rounds else "float32", state)
-        return ranks.combine(merge(*states))
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
@@ -301,32 +290,9 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 def _merges_inside(config: GpuKernelConfig, common: CommonAttentionMetadata) -> bool:
     """Does the last CTA of a split unit merge its parts? With few requests each is split over many CTAs, and a launch
     that merges them in parallel is faster: at 600 keys 12.4 us for one request, and 10.0 with that launch."""
-    serves = type(config) is GpuKernelConfig and config.flat_list and not config.narrow_rows
+    is_cut = config.flat_list and not config.whole_units
+    serves = type(config) is GpuKernelConfig and is_cut and not config.narrow_rows
     return serves and config.num_kv_heads * common.seq_lens.shape[0] >= config.num_ctas
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _merge_of_ranks(ranks: ContextParallel, dtype: str, state: AttentionState) -> Any:
-    """ranks.combine in one launch on each rank; its gradient is that of ranks.combine."""
-    tokens, heads, width = state.out.shape
-    rows = state.out.reshape(-1, width), state.lse.reshape(-1)
-    out, lse = merge_ranks(*rows, ranks.dcp_world_size, dtype)
-    return AttentionState(out=out.reshape(state.out.shape), lse=lse.reshape(tokens, heads))
-
-
-def _merge_of_ranks_backward(ranks: ContextParallel, dtype: str, state: AttentionState, cotangent):
-    def in_steps(state: AttentionState) -> AttentionState:
-        combine = ranks.combine
-        assert combine is not None
-        merged = combine(merge(state))
-        return dataclasses.replace(merged, out=merged.out.astype(dtype))
-
-    return jax.vjp(in_steps, state)[1](cotangent)
-
-
-_merge_of_ranks.defvjp(
-    lambda ranks, dtype, state: (_merge_of_ranks(ranks, dtype, state), state), _merge_of_ranks_backward
-)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -443,7 +409,7 @@ class PallasGpuBackend(PagedKernelBackend):
     metadata_cls = PallasGpuMetadata
     supported_dtypes = QUERY_DTYPES
     supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
-    supported_block_sizes = (MultipleOf(8),)
+    supported_block_sizes = (MultipleOf(1),)
     attn_types = (
         AttentionType.DECODER,
         AttentionType.ENCODER,
@@ -485,10 +451,11 @@ class PallasGpuBackend(PagedKernelBackend):
         return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
 
     @classmethod
-    def kernel_name(cls, chip: Chip) -> str:
-        if _is_hopper(chip):
+    def kernel_name(cls, chip: Chip, cache_spec: KVCacheSpec | None) -> str:
+        if _by_wgmma(chip, COPY_ROWS if cache_spec is None else cache_spec.block_size):
             return "Hopper's kernel (TMA and wgmma)"
-        return f"the warp-level kernel (cp.async and mma.sync), lowered for {chip.generation}"
+        lowered = chip.generation or HOPPER.generation
+        return f"the warp-level kernel (cp.async and mma.sync), lowered for {lowered}"
 
     @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:

@@ -260,7 +260,7 @@ def _cached_reports(spec, cache_spec, chip: Chip, needs, dtypes, table) -> Expla
         backend = load(name)
         reasons = backend.reasons(spec, cache_spec, chip, needs, dtypes)
         gradient = "" if reasons else backend.gradient_by(spec, cache_spec, dtypes)
-        kernel = "" if reasons else backend.kernel_name(chip)
+        kernel = "" if reasons else backend.kernel_name(chip, cache_spec)
         return BackendReport(name, not reasons, reasons, kernel, gradient)
 
     return Explanation(report(name) for name, _ in table)

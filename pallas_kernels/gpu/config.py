@@ -44,6 +44,7 @@ class GpuKernelConfig:
     block_kv: int = 128  # keys of one block: one step of the softmax loop
     stages: int = 2  # blocks of keys and values in shared memory
     q_buffers: int = 2  # pieces whose queries are in shared memory; 2: the next piece's load overlaps this one
+    keys_first: bool = False  # a piece's first block is asked for before its queries are waited for
     num_ctas: int = 132  # one on each SM of an H100 or H200
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: work_list.py decides
     short_weight: int = 4  # cost of one key block of a tile of at most WARPGROUP_ROWS rows ...
@@ -72,6 +73,11 @@ class GpuKernelConfig:
     def result_dtype(self) -> str:
         """Of the output."""
         return self.out_dtype or self.dtype
+
+    @property
+    def copied_keys(self) -> int:
+        """Keys that one copy to shared memory brings: the most that divide a block and never cross a page's end."""
+        return math.gcd(self.page_size, self.block_kv)
 
     @property
     def quantised(self) -> bool:

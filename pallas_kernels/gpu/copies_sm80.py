@@ -186,16 +186,3 @@ def sync_warps():
         ptx.asm("bar.sync 0;", "")
 
     wait()
-
-
-def put_numbers(box, numbers):
-    """Writes 4 n i32 scalars to SMEM i32[16], by every thread, without the two barriers of each plain store."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * len(numbers)))
-    def put(ctx, box, *numbers):
-        base = ptx.pointer(box, 3)
-        for i in range(0, len(numbers), 4):
-            words = [ptx.scalar_value(x) for x in numbers[i : i + 4]]
-            ptx.asm(f"st.shared.v4.b32 [$0+{4 * i}], {{$1, $2, $3, $4}};", "r,r,r,r,r", base, *words)
-
-    put(box, *numbers)

@@ -26,9 +26,10 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
-from pallas_kernels.gpu.copies_sm80 import put_numbers, sync_warps
+from pallas_kernels.gpu.copies_sm80 import sync_warps
 from pallas_kernels.gpu.narrow_sm80 import narrow_tile
 from pallas_kernels.gpu.pieces_sm90 import HI, Piece, Refs, count_pieces, piece_from_list
+from pallas_kernels.gpu.ptx_sm90 import put_numbers
 from pallas_kernels.gpu.wide_sm80 import wide_tile
 
 

@@ -73,7 +73,9 @@ def ragged_paged_attention(
     """
     _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks, (k_token_scale, v_token_scale), qq_bias)
     heads, kv_heads = config.num_heads, config.num_kv_heads
-    per_head = jnp.stack([_one_each(alibi_slopes, heads, 0.0), _one_each(sinks, heads, 0.0)], axis=1)
+    per_head = None
+    if alibi_slopes is not None or sinks is not None or qq_bias is not None:
+        per_head = jnp.stack([_one_each(alibi_slopes, heads, 0.0), _one_each(sinks, heads, 0.0)], axis=1)
     if qq_bias is not None:
         per_head = jnp.concatenate([per_head, bias_rows(qq_bias)])
     scales = [_one_each(k_scale, kv_heads, 1.0) * config.logits.scale, _one_each(v_scale, kv_heads, 1.0)]
@@ -82,6 +84,7 @@ def ragged_paged_attention(
     elif q_scale is not None:
         q = (q.astype(jnp.float32) * q_scale[None, :, None]).astype(q.dtype)
     scales = jnp.stack(scales, axis=1)
+    per_head = scales if per_head is None else per_head  # not read: XLA would launch a kernel that fills it with zeros
     token_scales = (k_token_scale, v_token_scale) if config.token_scales else ()
     arrays = q, k_pages, v_pages, block_table, work, scales, per_head, token_scales
     if isinstance(config, WarpKernelConfig):
@@ -192,8 +195,8 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     slots = stages + cfg.ring * cfg.decodes_ahead
     small += [plgpu.SMEM((slots, 2 * block), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((4,), jnp.int32)]
-    pages = max(block // cfg.page_size, 1)
-    filled = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (pages + cfg.token_scales, pages))
+    copies = block // cfg.copied_keys
+    filled = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in (copies + cfg.token_scales, copies))
     full, stored = filled, ()
     if cfg.decodes_ahead:
         stored = (*filled, *(plgpu.Barrier(num_barriers=stages),) * 2)

@@ -13,6 +13,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.decode_sm90 import decode_tile
+from pallas_kernels.gpu.ptx_sm90 import put_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Refs:
     info: object  # GMEM i32[tiles, 16]
     cta: object  # GMEM i32[C, 12]
     scales: object  # GMEM f32[K, 2]: logit scale (times k_scale), v_scale
-    per_head: object  # GMEM f32[H, 2]: ALiBi slope, sink
+    per_head: object  # GMEM f32[H, 2]: ALiBi slope, sink; any array where there are none
     k_token_scale: object  # GMEM f32 [N, K, S] or [N, S, K]; None unless token_scales
     v_token_scale: object
     out: object  # GMEM [T, H, V]
@@ -104,17 +105,15 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
 
 
-def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
-    """Memory warpgroup: fetches the numbers and the query rows of piece j into its buffer."""
-    piece = piece_from_list(cfg, refs, j)
+def begin_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
+    """Memory warpgroup: the numbers of piece j into its buffer; begins to copy its query rows."""
     buffer = piece.buffer
 
     @when(j >= cfg.q_buffers)
     def _():
         plgpu.barrier_wait(refs.q_free.at[buffer])
 
-    for column in range(HI + 1):
-        refs.piece_box[buffer, column] = piece[column]
+    put_numbers(refs.piece_box.at[buffer], [jnp.asarray(piece[column], jnp.int32) for column in range(HI + 1)])
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
     kind |= dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
 
@@ -126,10 +125,13 @@ def send_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     load_half(0)
     if refs.q_tile.shape[1] == 2:
         when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1))
+
+
+def send_piece(refs: Refs, piece: Piece):
+    """Memory warpgroup: waits for the query rows, and hands the piece over."""
     rows.await_rows()
     plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.q_full.at[buffer])
-    return piece
+    plgpu.barrier_arrive(refs.q_full.at[piece.buffer])
 
 
 def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
@@ -147,22 +149,30 @@ def scale_slot(cfg: GpuKernelConfig, block_number):
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
     """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % stages."""
-    page, block = cfg.page_size, cfg.block_kv
-    copies, width = max(block // page, 1), min(page, block)
+    page, block, width = cfg.page_size, cfg.block_kv, cfg.copied_keys
+    copies, even = block // width, block % page == 0  # even: a block consists of whole pages
 
     def source(pool, page_id, head, offset):
         span = pl.ds(offset, width) if width < page else slice(None)
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
     def load_piece(j, block_number):
-        piece = send_piece(cfg, refs, j)
+        piece = piece_from_list(cfg, refs, j)
+        if cfg.q_buffers > 1 or not cfg.keys_first:
+            begin_piece(cfg, refs, piece, j)
+        if not cfg.keys_first:
+            send_piece(refs, piece)
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
 
+        def column(i, p):
+            if even or copies == 1:
+                return lax.div((blk0 + i) * block, jnp.int32(page)) + p
+            return lax.div((blk0 + i) * block + p * width, jnp.int32(page))
+
         def page_ids(i):
-            column = lax.div((blk0 + i) * block, jnp.int32(page))
-            return tuple(refs.block_table[req, jnp.clip(column + p, first, last)] for p in range(copies))
+            return tuple(refs.block_table[req, jnp.clip(column(i, p), first, last)] for p in range(copies))
 
         kind = dict(block=block, page=page)
 
@@ -181,7 +191,11 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
             ahead = (scales_of(i + 1, scales[1]), ids_of(i + 2)) if cfg.token_scales else ()
             slot = lax.rem(block_number, jnp.int32(cfg.stages))
-            offset = pl.multiple_of(lax.rem((blk0 + i) * block, jnp.int32(page)), 8) if width < page else 0
+
+            def offset(p):
+                if width == page:
+                    return 0
+                return pl.multiple_of(lax.rem((blk0 + i) * block + p * width, jnp.int32(page)), 8)
 
             def fill(pool, tile, full, free):
                 @when(block_number >= cfg.stages)
@@ -190,7 +204,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
 
                 for p in range(copies):
                     target = tile.at[slot, pl.ds(p * width, width)]
-                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset), target, full.at[slot])
+                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset(p)), target, full.at[slot])
 
             fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
             if cfg.token_scales:
@@ -200,7 +214,15 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             return block_number + 1, next_pages, *ahead
 
         first_scales = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
-        return lax.fori_loop(0, piece.count, load_block, (block_number, page_ids(0), *first_scales))[0]
+        carry = (block_number, page_ids(0), *first_scales)
+        if not cfg.keys_first:
+            return lax.fori_loop(0, piece.count, load_block, carry)[0]
+        early = jnp.minimum(piece.count, 1)
+        carry = lax.fori_loop(0, early, load_block, carry)
+        if cfg.q_buffers == 1:
+            begin_piece(cfg, refs, piece, j)
+        send_piece(refs, piece)
+        return lax.fori_loop(early, piece.count, load_block, carry)[0]
 
     lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
 

@@ -11,6 +11,8 @@ LOGITS = ("scale", "soft_cap", "has_alibi", "score_fn")
 """The fields of a LogitRule that it honours."""
 
 QUERY_DTYPES = ("bfloat16", "float16")
+COPY_ROWS = 8
+"""Rows of a piece of shared memory that TMA fills and wgmma reads: a copy of keys begins and ends at one."""
 
 
 def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
@@ -23,6 +25,7 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
 
     refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
     reasons += shape_reasons(c)
+    refuse(c.page_size % COPY_ROWS != 0, f"page size {c.page_size}: wanted a multiple of {COPY_ROWS}")
     narrow = c.narrow_rows
     refuse(narrow not in (0, 8, 16), f"narrow_rows {narrow}: wanted 0, 8 or 16")
     refuse(bool(narrow) and not c.quantised, f"narrow_rows {narrow} with a {c.kv_dtype} cache: wanted 8 bits")
@@ -72,8 +75,5 @@ def shape_reasons(config: GpuKernelConfig) -> list[str]:
         c.shards.world > 1 and positional,
         "qq_bias, ALiBi, mask_fn or score_fn with keys on several ranks",
     )
-    refuse(c.whole_units and c.flat_list, "whole_units with flat_list: wanted one of them")
-    page = c.page_size
-    refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
     refuse(c.layout not in ("HND", "NHD"), f"layout {c.layout}: wanted HND or NHD")
     return reasons

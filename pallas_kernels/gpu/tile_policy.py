@@ -17,6 +17,7 @@ from typing import Any
 from pallas_kernels import tuning
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.work_list import TILE_ROWS
 
 NARROW_TILES = True
 """8-bit decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441."""
@@ -32,6 +33,10 @@ CAP_FOURTHS, CAP_FOURTHS_WIDE = 1, 0
 1114 with 3, and 868 without a cap. With heads of more than 192, which have more products a score, pre_1x4k takes 234
 with 0, 239 with 1, 247 with 2."""
 
+WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
+"""A unit of at most so many keys is not cut: 8 decodes of 600 keys take 11.2, cut 15.1; pre_1x1k takes 23.9, with a
+launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows have blocks of 64 keys."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TileRequest:
@@ -40,30 +45,33 @@ class TileRequest:
     config: GpuKernelConfig  # with the fields of the caller and of earlier policies
     rows: int | None  # upper bound of every request's packed rows (new tokens * group); None: unknown
     decided: frozenset[str]  # fields that the caller or an earlier policy decided
+    keys: int | None = None  # upper bound of every request's keys; None: unknown
 
 
-def default_config(*, rows: int | None = None, **fields) -> GpuKernelConfig:
+def default_config(*, rows: int | None = None, keys: int | None = None, **fields) -> GpuKernelConfig:
     """The config with these fields; POLICIES choose the others. Not checked (see supports.py).
 
-    rows: upper bound of every request's packed rows (new tokens * group), if it is known. Few rows have tiles of their
-    own.
+    rows, keys: upper bounds of every request's packed rows (new tokens * group) and keys, if they are known. Few rows
+    have tiles of their own; units of few keys are not cut.
     """
-    return _chosen(POLICIES, rows, tuple(fields.items()))
+    return _chosen(POLICIES, rows, keys, tuple(fields.items()))
 
 
 @functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
-def _chosen(policies: tuple[Callable, ...], rows: int | None, fields: tuple[tuple[str, Any], ...]) -> GpuKernelConfig:
+def _chosen(
+    policies: tuple[Callable, ...], rows: int | None, keys: int | None, fields: tuple[tuple[str, Any], ...]
+) -> GpuKernelConfig:
     config, decided = GpuKernelConfig(**dict(fields)), frozenset(name for name, _ in fields)
     for policy in policies:
-        chosen = policy(TileRequest(config, rows, decided))
+        chosen = policy(TileRequest(config, rows, decided, keys))
         chosen = {name: value for name, value in chosen.items() if name not in decided}
         config, decided = dataclasses.replace(config, **chosen), decided | chosen.keys()
     return config
 
 
-def make_config(*, rows: int | None = None, **fields) -> GpuKernelConfig:
+def make_config(*, rows: int | None = None, keys: int | None = None, **fields) -> GpuKernelConfig:
     """default_config, or NotImplementedError with every reason why the kernel cannot serve it."""
-    config = default_config(rows=rows, **fields)
+    config = default_config(rows=rows, keys=keys, **fields)
     if reasons := supports(config):
         raise NotImplementedError("; ".join(reasons))
     return config
@@ -109,6 +117,38 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     return chosen
 
 
+def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
+    """Blocks and cuts where each unit has few keys, by the lengths' bound or by a window.
+
+    No unit is cut, so no launch merges parts. Of one warpgroup's rows keys are read in blocks of 64, which both
+    warpgroups begin sooner: dec_1x300 takes 8.2, with blocks of 128 keys 9.2, and 11.2 with the launch that merges;
+    512 decodes of 50 to 800 keys take 277 instead of 288.
+    """
+    config, rule, few = request.config, request.config.mask, _is_few(request)
+    most, bounded = request.keys, rule.left >= 0 and (rule.causal or rule.right >= 0) and not rule.spans
+    if bounded and not config.per_request_causal:
+        tokens = -(-min(request.rows or TILE_ROWS, TILE_ROWS) // config.group) + 1  # of a tile
+        window = rule.left + max(rule.right, 0) + tokens
+        most = window if most is None else min(most, window)
+    if most is None:
+        return {}
+    chosen: dict[str, Any] = {}
+    if most <= (WHOLE_KEYS if few else WHOLE_KEYS_OF_MANY_ROWS):
+        chosen["whole_units"] = True
+    stages = _stages_that_fit(config, 64, most=5)
+    if few and most <= SMALL_BLOCK_KEYS and not config.quantised and stages >= 2:
+        chosen |= {"block_kv": 64, "stages": stages}
+    return chosen
+
+
+def order_of_loads(request: TileRequest) -> dict[str, Any]:
+    """Keys before queries where these have one buffer: heads of 256 with a soft cap take 217.9 instead of 225.8. With
+    two buffers it is slower: 512 tiny decodes of heads of 64 take 217 instead of 207.
+    """
+    config = request.config
+    return {"keys_first": config.head_dim > 192 and config.long_tiles and not config.quantised}
+
+
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
     """block_kv and stages as measured by `python -m jattn bench --tune`; {} for a shape that is not in the table."""
     c = request.config
@@ -146,6 +186,8 @@ def soft_cap(request: TileRequest) -> dict[str, Any]:
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     query_buffers,
     variants_for_few_rows,
+    units_of_few_keys,
+    order_of_loads,
     measured_tiles,
     largest_tiles,
     soft_cap,

@@ -18,7 +18,8 @@ The ranked list, for any batch:
    the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
-XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS) moves to the nearer end of the unit.
+XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with config.whole_units
+or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
@@ -60,6 +61,11 @@ CUTS_COST = 22  # what cutting costs at least: a second piece on each CTA, and p
 CUTS_SHARE = 1.04
 """Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
 units of one head also pass over its keys at the same time, so that they are read into L2 once."""
+WIDE, WIDE_CUTS_SHARE = 192, 1.12
+"""The share for heads wider than that, whose queries have one buffer: a piece more costs twice as much. Ragged prompts
+of heads of 256, 1.11 times a share when whole, take 561 us, and 681 in pieces."""
+CUTS_KEYS = 256
+"""The same in keys, for a flat list: a merge and a second piece take as long as these."""
 WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
@@ -240,7 +246,11 @@ def _cut_line(nblk, config):
     enough = total * 2 >= ctas * each
     whole = each * config.block_kv <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
     unit = found * heads + quotient
-    whole = whole & ~even
+    units = jnp.sum(nblk > 0, dtype=jnp.int32) * heads
+    most = cdiv(units, ctas) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
+    alike = most * ctas <= total.astype(jnp.float32) * CUTS_SHARE
+    alike = alike & (config.piece_blocks == 0)  # else not measured
+    whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
     unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
     block = jnp.where(whole, 0, remainder)
 
@@ -308,7 +318,8 @@ def _assign(info, cost, config) -> GpuWorkList:
     ends = jnp.cumsum(each)
     total = ends[-1]
     waves, load, longest = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
-    few_cuts_gain = longest <= jnp.maximum(total / ctas * CUTS_SHARE, total / ctas + CUTS_COST)
+    most = WIDE_CUTS_SHARE if config.head_dim > WIDE and not config.quantised else CUTS_SHARE
+    few_cuts_gain = longest <= jnp.maximum(total / ctas * most, total / ctas + CUTS_COST)
     whole = jnp.bool_(True) if config.whole_units else few_cuts_gain
     share = jnp.maximum(total / ctas - load, 0.0)
     base = jnp.where(waves > 0, ends[jnp.maximum(waves * ctas - 1, 0)], 0)

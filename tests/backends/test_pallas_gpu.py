@@ -25,13 +25,15 @@ def reasons(spec=(), cache=(), chip=HOPPER):
     return next(report for report in reports if report.name == "pallas_gpu").reasons
 
 
-def lower(spec, cache_spec, query_lens, causal=True, chip=HOPPER, backend="pallas_gpu", reach=None, **params):
+def lower(
+    spec, cache_spec, query_lens, causal=True, chip=HOPPER, backend="pallas_gpu", reach=None, max_seq_len=4096, **params
+):
     """The custom calls in a step of write and attention, lowered for CUDA."""
     attn = jattn.PagedAttention(spec, cache_spec, backend=backend, platform=chip)
     table = [[3 * r, 3 * r + 1, 3 * r + 2] for r in range(len(query_lens))]
     meta = jattn.CommonAttentionMetadata.from_lengths(
         query_lens, [40] * len(query_lens), table, cache_spec.block_size, causal=causal, **reach or {}
-    )
+    ).replace(max_seq_len=max_seq_len)
     tokens = sum(query_lens)
     cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, platform="gpu"))
     rows = lambda heads, dim: jax.ShapeDtypeStruct((tokens, heads, dim), jnp.bfloat16)
@@ -105,8 +107,15 @@ def test_a_chips_name_takes_the_warp_level_kernel_on_a_hopper_card(monkeypatch):
 
 
 def test_a_mixed_batch_is_a_write_one_launch_and_a_merge():
-    spec = jattn.AttentionSpec(**LAYER, sliding_window=100, has_sinks=True, logits_soft_cap=30.0)
+    spec = jattn.AttentionSpec(**LAYER, sliding_window=2000, has_sinks=True, logits_soft_cap=30.0)
     assert lower(spec, jattn.KVCacheSpec(**POOL), [1, 1, 33, 5], sinks=(8,)) == 3
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [1, 33]], ids=["decode", "mixed"])
+def test_few_keys_are_not_cut_and_no_launch_merges_them(query_lens):
+    cache_spec = jattn.KVCacheSpec(**POOL)
+    assert lower(jattn.AttentionSpec(**LAYER), cache_spec, query_lens, max_seq_len=512) == 2
+    assert lower(jattn.AttentionSpec(**LAYER, sliding_window=100), cache_spec, query_lens) == 2
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [1, 33]], ids=["decode", "mixed"])
@@ -114,7 +123,7 @@ def test_a_prefix_beside_a_window_has_a_launch_of_its_own(query_lens):
     """What lies between them is then in neither work list."""
     spec = jattn.AttentionSpec(**LAYER, sliding_window=4, use_rswa=True, has_sinks=True)
     reach = dict(rswa_prefix_lens=[3] * len(query_lens))
-    assert lower(spec, jattn.KVCacheSpec(**POOL), query_lens, reach=reach, sinks=(8,)) == 5
+    assert lower(spec, jattn.KVCacheSpec(**POOL), query_lens, reach=reach, sinks=(8,)) == 4
 
 
 def test_a_quantised_decode_with_scales_of_each_head_and_causality_of_each_request_lowers():
@@ -126,7 +135,7 @@ def test_a_quantised_decode_with_scales_of_each_head_and_causality_of_each_reque
 def test_a_cache_with_a_scale_for_each_token_and_head_lowers(query_lens):
     cache_spec = jattn.KVCacheSpec(**POOL, dtype="int8", quant="per_token_head", layout="NHD")
     assert not reasons(cache=dict(dtype="int8", quant="per_token_head"))
-    assert lower(jattn.AttentionSpec(**LAYER, sliding_window=30), cache_spec, query_lens, v_scale=()) == 3
+    assert lower(jattn.AttentionSpec(**LAYER, sliding_window=2000), cache_spec, query_lens, v_scale=()) == 3
 
 
 PACKED = {
@@ -138,7 +147,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_keys_are_the_kernels_too_and_their_gradient_is_that_of_sdpa(name, monkeypatch):
-    """One launch and a merge. The gradient of a linear loss needs no launch, so it can be computed here.
+    """One launch: with so few keys none is cut. The gradient of a linear loss needs none, so it can be computed here.
 
     Layers whose gradient is cuDNN's are in test_cudnn_gradient.py.
     """
@@ -157,7 +166,7 @@ def test_packed_keys_are_the_kernels_too_and_their_gradient_is_that_of_sdpa(name
     def step(backend, q, k, v, params):
         return jattn.attention(q, k, v, meta, spec, params, backend=backend).out
 
-    assert launches(jax.jit(functools.partial(step, "pallas_gpu")), *rows[:3], params) == 2
+    assert launches(jax.jit(functools.partial(step, "pallas_gpu")), *rows[:3], params) == 1
     loss = lambda *args: (step(*args).astype(jnp.float32) * rows[3].astype(jnp.float32)).sum()
     mine, theirs = (
         jax.jit(jax.grad(functools.partial(loss, backend), (0, 1, 2, 3)))(*rows[:3], params)
@@ -182,8 +191,6 @@ def test_auto_gives_packed_keys_to_the_kernel_where_it_takes_their_dtypes(q, k, 
 INT8 = dict(dtype="int8", quant="per_head")
 REFUSED = [
     (dict(cache=dict(dtype="float32")), "kv_cache_dtype not supported: float32"),
-    (dict(cache=dict(block_size=24)), "page size 24: wanted a power of two"),
-    (dict(cache=dict(block_size=4)), "block_size not supported: 4"),
     (dict(chip=Chip("gpu", "sm_75")), "compute capability not supported"),
     (dict(chip=Chip("gpu", "sm_110")), "chip sm_110: wanted one of sm_80"),
     (

@@ -115,3 +115,40 @@ def test_no_policy_makes_a_config_that_the_kernel_refuses(kv_dtype, rows):
                 mask=MaskRule(causal=True), logits=LogitRule(scale=1.0, soft_cap=soft_cap),
             )  # fmt: skip
             assert supports(config) == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "whole", "block_kv"),
+    [
+        (dict(rows=4, keys=512), True, 64),
+        (dict(rows=4, keys=832), False, 64),
+        (dict(rows=4, keys=1024), False, 128),
+        (dict(rows=4, keys=None), False, 128),
+        (dict(rows=4, keys=4096), False, 128),
+        (dict(rows=4, keys=4096, mask=MaskRule(left=127)), True, 64),
+        (dict(rows=4, keys=4096, mask=MaskRule(left=127, spans=True)), False, 128),
+        (dict(rows=4, keys=4096, mask=MaskRule(left=127), per_request_causal=True), False, 128),
+        (dict(rows=4, keys=512, kv_dtype="int8"), True, 128),
+        (dict(rows=2048, keys=1024), True, 128),
+        (dict(rows=2048, keys=2048), False, 128),
+        (dict(rows=8192, keys=8192, mask=MaskRule(left=127)), True, 128),
+    ],
+)
+def test_units_of_few_keys_are_not_cut(fields, whole, block_kv):
+    config = default_config(**SHAPE | fields)
+    assert (config.whole_units, config.block_kv) == (whole, block_kv) and not supports(config)
+
+
+def test_keys_come_before_queries_of_one_buffer_in_long_tiles():
+    shapes = [SHAPE | dict(head_dim=d, v_head_dim=d, rows=rows) for d, rows in ((256, None), (256, 4), (128, None))]
+    assert [default_config(**shape).keys_first for shape in shapes] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("page", "kernel"), [(48, "GpuKernelConfig"), (24, "GpuKernelConfig"), (3, "WarpKernelConfig")]
+)
+def test_pages_that_tma_cannot_copy_are_computed_by_warps(page, kernel):
+    spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
+    cache = KVCacheSpec(num_blocks=8, block_size=page, num_kv_heads=8, head_dim=128)
+    config = pallas_gpu.kernel_config(spec, cache, "bfloat16")
+    assert type(config).__name__ == kernel and not pallas_gpu.config_reasons(config)

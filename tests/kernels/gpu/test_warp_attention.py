@@ -28,6 +28,7 @@ BATCHES = {  # name -> (query length, total length) of each request, fields of t
     "16 rows, f16, one stage": (
         TWO_TOKENS, dict(num_heads=16, dtype="float16", kv_dtype="float16", stages=1, page_size=128), {}
     ),
+    "page 3": (TWO_TOKENS, dict(page_size=3), {}),
     "window": (((1, 300), (1, 20), (2, 150)), dict(mask=MaskRule(left=70)), dict(window=(70, -1))),
     "soft cap and sinks": (
         DECODES, dict(logits=LogitRule(scale=0.1, soft_cap=5.0), has_sinks=True), dict(soft_cap=5.0, sinks=None)
@@ -189,7 +190,6 @@ REFUSED = {
     "two halves of 256 columns": (dict(head_dim=256, v_head_dim=256, tile_halves=2), "tile_halves 2: wanted"),
     "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
     "fixed max": (dict(fixed_max=True), "the Hopper kernel's"),
-    "page 4": (dict(page_size=4), "page size 4: wanted"),
 }
 
 

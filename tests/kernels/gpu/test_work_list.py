@@ -77,14 +77,23 @@ def test_every_block_of_every_unit_is_done_once(batch, rule):
     check_once(*make(BATCHES[batch], RULES[rule]))
 
 
-@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("batch", [*BATCHES, *(f"flat: {name}" for name in FLAT)])
 def test_whole_units_are_never_cut(batch):
-    config, *rest, info, cta, join = make(BATCHES[batch], RULES["causal"], whole=True)
+    requests, pad, ctas = FLAT[batch[6:]] if batch.startswith("flat: ") else (BATCHES[batch], 5, 132)
+    flat = batch.startswith("flat: ")
+    config, *rest, info, cta, join = make(requests, RULES["causal"], pad=pad, ctas=ctas, flat=flat, whole=True)
     check_once(config, *rest, info, cta, join)
     assert (join[:, 0] == -1).all()
     for me in range(config.num_ctas):
         for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
             assert (lo, hi) == (0, info[tile, wl.NBLK])
+
+
+@pytest.mark.parametrize(("lengths", "cut"), [([4096] * 64, 0), ([4096, 900] * 32, 131), ([4096] * 33, 0)])
+def test_a_flat_list_cuts_nothing_where_whole_units_fill_the_waves(lengths, cut):
+    """64 requests of 8 kv heads are 512 units: 4 for the busiest of 132 CTAs where an equal share is 3.9."""
+    *_, join = make([(1, n) for n in lengths], RULES["causal"], flat=True, pad=0)
+    assert (join[:, 0] >= 0).sum() <= cut and bool((join[:, 0] >= 0).any()) == bool(cut)
 
 
 @pytest.mark.parametrize("together", [1, 2, 4])
