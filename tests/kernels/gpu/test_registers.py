@@ -23,7 +23,8 @@ COMPILED = (
 )  # fmt: skip
 COMPILERS = ("ptxas", "nvjitlink")
 MORE_REGISTERS = 8  # than recorded: another version of a compiler may need some
-MOST_SPILLED = {chip: 64 for chip in CHIPS} | {"sm_100": 256}  # bytes of a thread in a mixed batch; of sm_100 no target
+MOST_SPILLED = {chip: 64 for chip in CHIPS} | dict(sm_80=512, sm_90=512, sm_100=1280)
+"""Bytes of a thread in a mixed batch. 64 is the target; tiles of two halves miss it (tile_policy_sm80.py)."""
 MISSING = registers.missing()
 
 
