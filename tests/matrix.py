@@ -32,7 +32,16 @@ ASKED = {  # field of a spec -> how the document names what it asks for
     "output_dtype": "fused output quantization",
     "compute_dtype": "products in 8 bits",
 }
-TPU = ("v_head_dim", "VMEM", "SMEM", "kv heads", "across encoder and decoder", "in the layout")
+TPU = (
+    "kv dtype",
+    "dtype of packed keys",
+    "v_head_dim",
+    "VMEM",
+    "SMEM",
+    "kv heads",
+    "across encoder and decoder",
+    "in the layout",
+)
 COMBINATIONS = {  # what kernels of chips refuse together only: the document leaves that to `jattn.explain`
     "pallas_gpu": ("kv dtype", "v_head_dim", "shared memory", "an 8-bit cache", "across encoder and decoder"),
     "pallas_gpu_invariant": ("kv dtype", "v_head_dim", "shared memory", "across encoder and decoder"),

@@ -2,7 +2,8 @@
 
 It was never run on a TPU: tests interpret it on CPU and compile it ahead of time for v5e, v5p, v6e and tpu7x. A block
 of all kv heads is one contiguous copy; one in the layout NHD is put into the order HND in VMEM. Only queries and
-outputs are copied to another layout around the kernel. float16 is multiplied in float32, since Mosaic has no float16.
+outputs are copied to another layout around the kernel. Queries in float16 are multiplied in float32. A float16 cache is
+refused: Mosaic loads no float16, and to read a pool as integers XLA copies it whole in each call.
 The gradient is that of `sdpa`: the backward pass computes the forward pass again.
 
 A tile of queries is of one request and walks over all its keys, so the bits of a request with one new token are the
@@ -261,7 +262,7 @@ class PallasTpuBackend(PagedKernelBackend):
     builder_cls = PallasTpuMetadataBuilder
     metadata_cls = PallasTpuMetadata
     supported_dtypes = QUERY_DTYPES
-    supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_kv_cache_dtypes = ("bfloat16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(16),)
     kv_cache_layouts = ("NHD", "HND", "HND128")
     attn_types = (

@@ -162,8 +162,8 @@ class TpuKernelConfig:
 
     @property
     def compute_dtype(self) -> str:
-        """Operand dtype of the products: bfloat16 holds every 8-bit value exactly, but no float16."""
-        return "bfloat16" if {self.dtype, self.kv_dtype}.isdisjoint(("float32", "float16")) else "float32"
+        """Operand dtype of the products: bfloat16 holds every 8-bit value exactly."""
+        return "float32" if "float32" in (self.dtype, self.kv_dtype) else "bfloat16"
 
     @property
     def has_functions(self) -> bool:

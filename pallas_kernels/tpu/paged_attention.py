@@ -80,8 +80,6 @@ def launch(
     """(out [T, H, V], lse f32[T, H]) of packed queries over the arrays of config.paged_arrays."""
     given = dict(ranges=work.ranges, bias=bias)
     rows = tuple(given[name] for name in config.row_arrays)
-    if config.kv_dtype == "float16":  # which Mosaic does not load
-        pools = tuple(lax.bitcast_convert_type(x, jnp.int16) if x.dtype == jnp.float16 else x for x in pools)
     out, lse = _launch(config, packed, pools, rows, block_table, work, scales, columns, interpret=interpret)
     by_head = jnp.moveaxis(lse[..., : config.num_kv_heads], -1, 0)[..., None]  # [K packs 16 1]
     return (
@@ -166,7 +164,7 @@ def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, 
 def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
     """The fields of Buffers that this config has."""
     packs, f32, heads, pages = c.rows // PACK, jnp.float32, c.num_kv_heads, (c.block_pages, c.num_kv_heads)
-    stored = jnp.int16 if c.kv_dtype == "float16" else jnp.dtype(c.kv_dtype)
+    stored = jnp.dtype(c.kv_dtype)
     found = dict(
         q=pltpu.VMEM((2, heads, packs, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype)),
         out=pltpu.VMEM((2, heads, packs, PACK, c.v_head_dim), jnp.dtype(c.out_dtype)),

@@ -507,22 +507,7 @@ def _sum_by_lane(p):
 def _cast(x, c: TpuKernelConfig):
     """x in the dtype of the products; 8-bit values by way of float32, a conversion that every generation has."""
     dtype = jnp.dtype(c.compute_dtype)
-    if c.kv_dtype == "float16":
-        return _half_to_float(x)
     return x if x.dtype == dtype else x.astype(jnp.float32).astype(dtype)
-
-
-def _half_to_float(bits):
-    """The float16 values of i16 bits, as float32: Mosaic has no float16, and takes subnormal float32 operands for 0.
-
-    float16 has 5 bits of exponent with bias 15 and 10 of mantissa. A subnormal one is its mantissa times 2**-24.
-    """
-    bits = bits.astype(jnp.int32)
-    magnitude = bits & 0x7FFF
-    exponent = jnp.where(magnitude >= 0x7C00, 112 + 112, 112)  # of infinity and NaN: 255
-    normal = lax.bitcast_convert_type((magnitude << 13) + (exponent << 23), jnp.float32)
-    value = jnp.where(magnitude < 0x400, magnitude.astype(jnp.float32) * 2.0**-24, normal)
-    return jnp.where(bits < 0, -value, value)
 
 
 def _finite(x):

@@ -14,7 +14,7 @@ LOGITS = ("scale", "soft_cap", "has_alibi", "alibi_sqrt", "score_fn")
 """Fields of a MaskRule and of a LogitRule that it honours."""
 
 QUERY_DTYPES = ("bfloat16", "float32")
-KV_DTYPES = (*QUERY_DTYPES, "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+KV_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
 MIB = 1 << 20
 VMEM = {"v5e": 128 * MIB, "v6e": 128 * MIB, "v5p": 64 * MIB, "tpu7x": 64 * MIB}  # bytes a core
 NAMES = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v6 lite": "v6e", "TPU v6e": "v6e", "TPU v5": "v5p",

@@ -41,6 +41,7 @@ TABLE = jnp.array([True, False, True, True])
 REFUSED = [
     (dict(chip=Chip("cpu")), "platform not supported: cpu"),
     (dict(chip=Chip("tpu", "TPU v4")), "chip TPU v4: compiled for v5e, v6e, v5p, tpu7x only"),
+    (dict(cache=dict(dtype="float16")), "kv_cache_dtype not supported: float16"),
     (dict(cache=dict(block_size=24)), "block_size not supported: 24"),
     (dict(cache=dict(block_size=512)), "page size 512: wanted a multiple of 16 from 16 to 256"),
     (

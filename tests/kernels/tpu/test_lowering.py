@@ -21,7 +21,8 @@ LOWERED = ("head_dim_80", "int8_page_16", "mqa_71", "chunk_alibi", "mla_decode",
 def test_a_call_lowers_for_tpu(name):
     function, arguments = aot.call(next(shape for shape in aot.SHAPES if shape.name == name))
     exported = jax.export.export(jax.jit(function), platforms=["tpu"])(*arguments)
-    assert exported.mlir_module().count("stablehlo.custom_call @tpu_custom_call") == 1
+    launches = 2 if name == "mla_wide" else 1  # of a batch with a prompt of 600: the keys before it, and its own
+    assert exported.mlir_module().count("stablehlo.custom_call @tpu_custom_call") == launches
 
 
 @pytest.mark.slow

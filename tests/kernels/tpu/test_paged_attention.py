@@ -56,8 +56,12 @@ ROWS = {
             quant="per_head",
         ),
     ),
-    "tree, ALiBi, score_fn, float16": (
-        "eager", dict(case=CASES["speculative"], feature=FEATURES["qq_bias_alibi_score_fn"], dtype="float16"),
+    "tree, ALiBi, score_fn, float16 over bf16": (
+        "eager",
+        dict(
+            case=CASES["speculative"], feature=FEATURES["qq_bias_alibi_score_fn"], dtype="float16",
+            cache_dtype="bfloat16",
+        ),
     ),
     "scales of tokens": (
         "on_wait", dict(case=CASES["mixed_unsorted"], cache_dtype="int8", quant="per_token_head"),
