@@ -168,12 +168,12 @@ $(LIBTPU): pyproject.toml
 	$(install)
 	@touch "$(READY)"
 
-# JAX's CUDA plugin with ptxas alone: no cuDNN, NCCL or cuBLAS, and no nvJitLink (benchmarks/gpu/registers.py says why).
+# JAX's CUDA plugin with two compilers, ptxas and nvJitLink (benchmarks/gpu/registers.py): no cuDNN, NCCL or cuBLAS.
 # JAX 0.12 needs Python 3.12.
 $(CUDA): EXTRAS := test
 $(CUDA): PACKAGES := JAX, its CUDA plugin and ptxas (1 minute)
 $(CUDA): PIN := "jax==0.12.*" "jaxlib==0.12.*" "jax-cuda13-plugin==0.12.*" "jax-cuda13-pjrt==0.12.*" \
-  "nvidia-cuda-nvcc==13.*" nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cupti
+  "nvidia-cuda-nvcc==13.*" "nvidia-nvjitlink==13.*" nvidia-nvvm nvidia-cuda-crt nvidia-cuda-runtime nvidia-cuda-cupti
 $(CUDA): pyproject.toml
 	$(install)
 	@touch "$(READY)"

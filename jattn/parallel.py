@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends.checks import check_cache
 from jattn.backends.parallel import ContextParallel
@@ -155,10 +154,7 @@ def decode_context_parallel(
     if cache_spec.num_blocks % world:
         raise ValueError(f"{cache_spec.num_blocks=} must be a multiple of the {world} ranks of axis {axis!r}")
     local = dataclasses.replace(cache_spec, num_blocks=cache_spec.num_blocks // world)
-    are_peers = mesh.size == world and device.are_peers(list(mesh.devices.flat))
-    parallel = ContextParallel(
-        dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave, are_peers=are_peers
-    )
+    parallel = ContextParallel(dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave)
     if isinstance(spec, MLASpec):
         attn = MLAAttention(spec, local, backend, parallel=parallel)
     else:

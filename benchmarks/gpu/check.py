@@ -280,14 +280,20 @@ def run_case(case, args, **extra):
         row |= dict(max_err=float(worst), rel_err=float(relative), lse_err=float(worst_lse))
         row["same_bits"] = bool((np.asarray(again) == np.asarray(out)).all())
     if args.time:
-        run = (q, k, v, table, work, scale_pools)
-        us, parts = cupti.micros(attend, *run, iterations=args.iterations)
-        row |= dict(us=us, parts=parts, list_us=cupti.micros(plan, starts, seqs, iterations=args.iterations)[0])
-        row |= dict(bytes=case.read_bytes(), flop=case.flops())
-        row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
-        if case.name.startswith(("pre_", "chunk_")):
-            row["sustained_us"] = cupti.sustained(attend, *run, us=us)
-            row["sustained_tflop_s"] = row["flop"] / row["sustained_us"] / 1e6
+        with cupti.alone():
+            row |= _timed(case, args, attend, (q, k, v, table, work, scale_pools), plan, (starts, seqs))
+    return row
+
+
+def _timed(case, args, attend, run, plan, batch) -> dict:
+    """The columns of time."""
+    us, parts = cupti.micros(attend, *run, iterations=args.iterations)
+    row = dict(us=us, parts=parts, list_us=cupti.micros(plan, *batch, iterations=args.iterations)[0])
+    row |= dict(bytes=case.read_bytes(), flop=case.flops())
+    row |= dict(tb_s=row["bytes"] / us / 1e6, tflop_s=row["flop"] / us / 1e6)
+    if case.name.startswith(("pre_", "chunk_")):
+        row["sustained_us"] = cupti.sustained(attend, *run, us=us)
+        row["sustained_tflop_s"] = row["flop"] / row["sustained_us"] / 1e6
     return row
 
 

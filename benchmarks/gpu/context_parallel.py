@@ -9,10 +9,9 @@ tp_8x1k      8 requests of 1024 keys: the call's host time
 
 32 query heads, 8 kv heads, head dim 128, bf16, pages of 16 (of each rank). `layer_us` is the time of a layer in one
 program of LAYERS of them, merge included, each waiting for the one before; `to_one_device` is that over one device's.
-`kernels_us` are CUPTI's times of one call of one layer, of all devices, over their number; what a device waits for
-the others is part of them. `call_us` is the time of jitted calls of one layer sent one after the other, `host_us` until
-such a call returns. The cache is donated, and the batch placed once. `differ` is the largest difference from one
-device's output, which other benchmarks compare with float64.
+`call_us` is the time of jitted calls of one layer sent one after the other, `host_us` until such a call returns. The
+cache is donated, and the batch placed once. `differ` is the largest difference from one device's output, which other
+benchmarks compare with float64.
 """
 
 import argparse
@@ -27,8 +26,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jattn
 from benchmarks import records
-from benchmarks.gpu import cupti
-from jattn.backends import pallas_gpu
 from jattn.engine.xla_options import COMMAND_BUFFERS, CUDA_OPTIONS
 
 CASES = {  # requests, keys of each
@@ -39,7 +36,6 @@ CASES = {  # requests, keys of each
 }
 LAYERS, PAGE, CALLS = 8, 16, 50
 HEADS, KV_HEADS, DIM = 32, 8, 128
-MERGED_ROWS = pallas_gpu.MERGED_ROWS
 
 
 def batch_of(requests: int, keys: int, page: int) -> tuple[jattn.CommonAttentionMetadata, int]:
@@ -140,7 +136,6 @@ def wall_us(layer: Layer, program, calls: int) -> tuple[float, float]:
 def measure(case: str, ranks: int, small: bool, variant: str) -> tuple[dict, np.ndarray]:
     """(the figures, the output of the first layer)"""
     options = {} if small else dict(CUDA_OPTIONS)
-    pallas_gpu.MERGED_ROWS = MERGED_ROWS if variant == "default" else 0
     if variant == "graph":
         options["xla_gpu_enable_command_buffer"] = COMMAND_BUFFERS + ",COLLECTIVES"
     layer = Layer(case, ranks, small)
@@ -148,14 +143,7 @@ def measure(case: str, ranks: int, small: bool, variant: str) -> tuple[dict, np.
     out = np.asarray(layer.call(one).astype(jnp.float32))
     call, host = wall_us(layer, one, CALLS)
     each = min(wall_us(layer, many, 10)[0] for _ in range(3)) / LAYERS
-    row: dict = dict(layer_us=each, call_us=call, host_us=host)
-    if not small:
-        try:
-            total, parts = cupti.micros(lambda: layer.call(one))
-            row |= dict(kernels_us=total / ranks, kernels={name: us / ranks for name, us in parts.items()})
-        except Exception as error:  # a profiler that does not start must not hide the times
-            row |= dict(profile_error=f"{type(error).__name__}: {error}"[:200])
-    return row, out
+    return dict(layer_us=each, call_us=call, host_us=host), out
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -166,8 +154,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="small shapes, for a CPU")
     parser.add_argument("--ranks", type=int, default=2, help="devices beside one (default: 2)")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--variants", nargs="+", choices=("default", "nccl", "graph"), default=["default"],
-                        help="nccl: states merged by NCCL; graph: the same in CUDA graphs")  # fmt: skip
+    parser.add_argument("--variants", nargs="+", choices=("default", "graph"), default=["default"],
+                        help="graph: with collectives in CUDA graphs")  # fmt: skip
     parser.add_argument("--seconds", type=float, default=600, help="nothing begins after them (default: 600)")
     records.add_options(parser)
     args, began = parser.parse_args(argv), time.perf_counter()

@@ -5,6 +5,9 @@ kernel's time depends on what ran just before. `micros` measures before that poi
 """
 
 import collections
+import contextlib
+import fcntl
+import os
 import time
 import traceback
 
@@ -13,6 +16,21 @@ import numpy as np
 COOL_US = 50_000
 HOT_US = 400_000
 NAME = 56  # letters of a kernel's name that are kept; kernels that agree in them are added up
+
+
+@contextlib.contextmanager
+def alone():
+    """No other process that is within `alone` times anything, if the file BENCH_LOCK is named in the environment.
+
+    So that processes compile and check side by side on one card, and time in turn.
+    """
+    name = os.environ.get("BENCH_LOCK")
+    if not name:
+        yield
+        return
+    with open(name, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _series(f, args, count: int) -> list[list[tuple[str, float]]]:

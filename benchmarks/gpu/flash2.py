@@ -5,13 +5,14 @@ python -m benchmarks.gpu.flash2 pre_1x8k ...    one JSON row a case: {"case", "u
 Requests of one size are one batch of scaled_dot_product_attention. Requests of several sizes, or a window, are packed.
 """
 
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
 import time
 
-from benchmarks.gpu import cases
+from benchmarks.gpu import cases, cupti
 
 ITERATIONS = 10
 
@@ -62,10 +63,11 @@ def _micros(case: cases.KernelCase) -> float:
     from torch.nn import attention
 
     call = (_packed if case.options or len(set(case.lengths)) > 1 else _equal)(torch, case)
-    with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION):
+    with attention.sdpa_kernel(attention.SDPBackend.FLASH_ATTENTION), contextlib.ExitStack() as stack:
         for _ in range(3):
             call()
         torch.cuda.synchronize()
+        stack.enter_context(cupti.alone())
         time.sleep(0.3)  # the card cools, as between ours
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(ITERATIONS):

@@ -13,10 +13,12 @@ large_decode   milliseconds of a decode step of 64 requests, and the tokens of a
 """
 
 import argparse
+import gc
 import json
 import pathlib
 import struct
 import time
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -100,7 +102,7 @@ def write_folder(folder: pathlib.Path, config: dict) -> None:
 
     def write(piece) -> None:
         name, place, size, table, number = piece
-        view, start = memoryview(table), number * 7919 * 4096 % len(table) if len(table) > 2**21 else 0
+        view, start = memoryview(table), 0 if table is ones else number * 7919 * 64 % len(table)
         with open(folder / name, "r+b", buffering=0) as file:
             file.seek(place)
             while size:
@@ -149,8 +151,10 @@ def measure_cut(folder: pathlib.Path, ranks: int, rows: int = 4, prompt: int = 2
         place = models.ModelMesh.of(config, mesh).weight_sharding(config)
         config, params = models.load(folder, dtype="float32", sharding=place)
         ids = np.random.default_rng(1).integers(2, config.vocab_size, (rows, prompt)).tolist()
-        engine = jattn.Engine(config, params, mesh=mesh, max_num_seqs=rows, max_num_batched_tokens=rows * prompt,
-                              max_model_len=prompt + new + 1, max_burst=8, prefix_caching=False)  # fmt: skip
+        engine = jattn.Engine(
+            config, params, mesh=mesh, max_num_seqs=rows, max_num_batched_tokens=rows * prompt, num_blocks=64,
+            max_model_len=prompt + new + 1, max_burst=8, prefix_caching=False,
+        )  # fmt: skip
         greedy = jattn.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
         found = [list(output.token_ids) for output in engine.generate(ids, greedy)]
         del engine, params
@@ -172,12 +176,13 @@ def measure_whole(folder: pathlib.Path, ranks: int, small: bool) -> list[dict]:
     import jattn
     from benchmarks.gpu import engine_step
 
-    rows, prompt, dispatches = (4, 16, 2) if small else (64, 128, 6)
-    longest = prompt + engine_step.BURST * (engine_step.UNTIMED + dispatches + 3) + 1
+    rows, dispatches = (4, 2) if small else (64, 6)
+    longest = 64 + engine_step.BURST * (engine_step.UNTIMED + dispatches + 3) + 1
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     begin, loaded = time.perf_counter(), []
     engine = jattn.Engine.from_pretrained(
-        folder, tensor_parallel=ranks, max_num_seqs=rows, max_num_batched_tokens=min(rows * prompt, 2048),
+        folder, tensor_parallel=ranks, max_num_seqs=rows, max_num_batched_tokens=rows,
+        num_blocks=None if small else 512,
         max_model_len=longest, max_burst=engine_step.BURST, prefix_caching=False,
         progress=lambda done, total, name: loaded.append(time.perf_counter()) if done + 1 == total else None,
     )  # fmt: skip
@@ -188,12 +193,13 @@ def measure_whole(folder: pathlib.Path, ranks: int, small: bool) -> list[dict]:
                gb_per_s=size / (loaded[0] - begin) / 1e9, gb_of_weights_on_a_card=max(of_card) / 1e9)  # fmt: skip
     print(json.dumps(row), flush=True)
     begin = time.perf_counter()
-    ids = np.random.default_rng(0).integers(2, engine.config.vocab_size, (rows, prompt))
+    engine.warmup()
+    print(f"compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+    ids = np.random.default_rng(0).integers(2, engine.config.vocab_size, (rows, 1))
     greedy = jattn.SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
     texts = engine.generate(["A model that does not fit one card says: "] * 2 + [p.tolist() for p in ids[2:]], greedy)
     first = time.perf_counter() - begin
-    steps = -(-rows * prompt // min(rows * prompt, 2048))
-    seconds, _ = engine_step.serve(engine, ids, dispatches, steps)
+    seconds, _ = engine_step.serve(engine, ids, dispatches)
     decode = dict(case="large_decode", ms=float(np.median(seconds)) / engine_step.BURST * 1e3, requests=rows,
                   compile_and_first_seconds=first, repeats=texts[0].token_ids == texts[1].token_ids,
                   text_tokens=list(texts[0].token_ids))  # fmt: skip
@@ -203,6 +209,8 @@ def measure_whole(folder: pathlib.Path, ranks: int, small: bool) -> list[dict]:
 
 def run(folder: pathlib.Path, args: argparse.Namespace) -> list[dict]:
     """All rows; each is printed when it is known."""
+    from benchmarks.gpu.two_cards import two_programs
+
     config = CONFIG | (SMALL if args.small else {})
     begin = time.perf_counter()
     while not (folder / READY).exists() and args.wait and time.perf_counter() - begin < args.wait:
@@ -210,19 +218,23 @@ def run(folder: pathlib.Path, args: argparse.Namespace) -> list[dict]:
     write_folder(folder, config)
     print(f"the folder is there after {time.perf_counter() - begin:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
-    for work in (
-        lambda: measure_whole(folder, args.ranks, args.small),
-        lambda: [measure_cut(cut_folder(folder, config), args.ranks)],
-    ):
-        try:
-            rows += work()
-        except Exception as error:
-            import traceback
+    served = (4, 4) if args.small else (64, 64)
 
+    def whole():
+        with two_programs(*served):
+            return measure_whole(folder, args.ranks, args.small)
+
+    for work in (whole, lambda: [measure_cut(cut_folder(folder, config), args.ranks)]):
+        try:
+            found = work()
+        except Exception as error:
             traceback.print_exc(limit=-4)
-            rows.append(dict(case="large", error=f"{type(error).__name__}: {error}"[:300]))
-        print(json.dumps(rows[-1]), flush=True)
-    return [row | dict(variant=f"{args.ranks} devices") for row in rows]
+            found = [dict(case="large", error=f"{type(error).__name__}: {error}"[:300])]
+        gc.collect()
+        print(json.dumps(found[-1]), flush=True)
+        rows += [row | dict(variant=f"{args.ranks} devices") | records.provenance() for row in found]
+        records.write(rows, "large_model", records.folder_of(args))
+    return rows
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -242,8 +254,7 @@ def main(argv: list[str] | None = None) -> None:
         write_folder(args.folder, CONFIG | (SMALL if args.small else {}))
         print(f"folder: {time.perf_counter() - begin:.1f} s", flush=True)
         return
-    rows = run(args.folder, args)
-    records.write([row | records.provenance() for row in rows], "large_model", records.folder_of(args))
+    run(args.folder, args)
 
 
 if __name__ == "__main__":

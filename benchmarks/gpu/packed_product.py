@@ -11,7 +11,6 @@ way to share the work.
 import argparse
 import dataclasses
 import functools
-import itertools
 import sys
 
 import jax
@@ -26,7 +25,8 @@ from jattn.ops import product as product_ops
 from jattn.ops.experts import expert_product
 from jattn.ops.product import product, products
 from jattn.ops.quantised import FORMATS, PLACES, QuantisedArray
-from pallas_kernels.gpu.packed_product_config import PackedProductConfig, supports
+from pallas_kernels.gpu import packed_product_config
+from pallas_kernels.gpu.packed_product_config import PackedProductConfig
 from pallas_kernels.gpu.packed_product_sm90 import packed_product
 
 READ_RATE = 4.68e6  # bytes a microsecond
@@ -129,6 +129,7 @@ def bf16_micros(shape: str, rows: int) -> float:
 def measure(shape: str, form: str, rows: int) -> dict:
     x, groups, size = inputs(shape, form, rows)
     kernel = product_ops._choose(x, groups[0], x.dtype).name
+    given = product_ops._gpu_config(x, groups[0], x.dtype)
     y = ours(x, groups)
     err = error(y[0], x, groups[0])
     again = ours(x, groups)
@@ -138,47 +139,30 @@ def measure(shape: str, form: str, rows: int) -> dict:
     limit = 2.0**-8 * 5  # bfloat16 of a result five times the spread
     figures = dict(us=us, bf16_us=bf16, speed=bf16 / us, share=size / READ_RATE / us, err=err)
     print("     ", {name: float(f"{value:.4g}") for name, value in figures.items()}, kernel, list(parts), flush=True)
-    return figures | dict(same=same, implementation=kernel, ok=same and err < limit and kernel == "gpu_packed")
+    way = None if given is None else name_of(given)
+    return figures | dict(same=same, implementation=kernel, way=way, ok=same and err < limit and way is not None)
 
 
-def tiled(weight: QuantisedArray) -> QuantisedArray:
-    """Codes of 4 bits in the order of a warp's loads."""
-    inner, width = weight.shape
-    parts = weight.values.reshape(inner // 32, 4, width // 32, 8, 4).transpose(2, 0, 3, 1, 4)
-    return dataclasses.replace(weight, values=parts.reshape(weight.values.shape))
+def name_of(way: PackedProductConfig) -> str:
+    """Its unroll, depth, warps side by side and along, and CTAs of a cluster."""
+    return "/".join(map(str, dataclasses.astuple(way)[-5:]))
 
 
 def tune(shape: str, form: str, rows: int) -> dict:
-    """Ways to share the work; prints the microseconds of each, and of the product in bfloat16."""
+    """Ways to share the work; prints the microseconds of each, of `choose`'s, and of the product in bfloat16."""
     x, groups, size = inputs(shape, form, rows)
     given = product_ops._gpu_config(x, groups[0], x.dtype)
     assert given is not None
-    order = jax.jit(lambda groups: [tuple(tiled(w) for w in group) for group in groups])
-    in_order = order(groups) if any(way.tiled for way in ways(given)) else None
-    found: dict[tuple, float] = {}
-
-    def time(way):
-        own = in_order if way.tiled else groups
-        y = ours(x, own, way)
-        err = error(y[0], x, groups[0])
-        us = cupti.micros(ours, x, own, way, iterations=5)[0] / len(groups)
-        name = (way.unroll, way.depth, way.across, way.along, way.splits) + (("tiled",) if way.tiled else ())
-        found[name] = us if err < 0.02 else np.inf
-        if err >= 0.02:
-            print("      WRONG", name, err, f"{us:.2f}", flush=True)
-        return found[name]
-
-    best_way = min(ways(given), key=time)
-    for depth in (2, 3, 6):
-        if depth != best_way.depth:
-            time(dataclasses.replace(best_way, depth=depth))
-    best = sorted(found.items(), key=lambda item: item[1])
-    chosen = (given.unroll, given.depth, given.across, given.along, given.splits)
+    found: dict[str, float] = {}
+    for way in dict.fromkeys(ways(given)):
+        y = ours(x, groups, way)
+        us = cupti.micros(ours, x, groups, way, iterations=5)[0] / len(groups)
+        found[name_of(way)] = us if error(y[0], x, groups[0]) < 0.02 else np.inf
     bf16 = bf16_micros(shape, rows)
-    times = " ".join(f"{'/'.join(map(str, way))}={us:.2f}" for way, us in best)
-    print(f"      bf16 {bf16:.1f} read {size / READ_RATE:.1f} chosen {chosen} {found.get(chosen, np.nan):.2f} | {times}", flush=True)
-    names = ["/".join(map(str, way)) for way, _ in best]
-    return dict(us=best[0][1], bf16_us=bf16, ways=dict(zip(names, (us for _, us in best))), ok=all(np.isfinite(us) for _, us in best))
+    best = sorted(found.items(), key=lambda item: item[1])
+    print(f"      bf16 {bf16:.1f} chosen {name_of(given)} |", *(f"{way}={us:.2f}" for way, us in best), flush=True)
+    figures = dict(us=best[0][1], bf16_us=bf16, share=size / READ_RATE / best[0][1], ways=found)
+    return figures | dict(ok=bool(np.isfinite(list(found.values())).all()))
 
 
 EXPERTS, TOP = 32, 4
@@ -204,54 +188,37 @@ def measure_experts(inner: int, width: int, form: str, tokens: int) -> dict:
     return figures | dict(ok=bool(err < 2.0**-8 * 5))
 
 
-WARPS = ((4, 2), (1, 16), (4, 4), (1, 8), (2, 8), (2, 4))  # side by side, along the inner dimension
-
-
 def ways(given: PackedProductConfig):
-    """Those with which about every SM has its warps in one round, tiled ones too."""
-    is_four, is_narrow = given.columns == 4, given.tile_rows == 8
-    for across, along in WARPS:
-        is_big = across * along == 16
-        if is_four:
-            steps = ((2, 4),) if is_narrow else ((2, 3),)
-        else:
-            steps = ((1, 3 if is_narrow else 2),)
-        if not is_narrow and not is_big:
-            continue
-        for (unroll, depth), splits in itertools.product(steps, (1, 2, 4, 8)):
-            way = dataclasses.replace(given, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
-            warps = way.strips * way.tiles * splits * across * along
-            if supports(way) or warps < 1400 or splits > 1 and warps > 2600:
-                continue
-            yield way
-            if is_four and splits == 1 and given.rows == 1 and across != 2:
-                yield dataclasses.replace(way, tiled=True)
+    """The chosen one, with less in flight, too, and the best of other divisions by `cost`."""
+    yield given
+    yield dataclasses.replace(given, depth=2)
+    cost = functools.partial(packed_product_config.cost, processors=device.processors() or 132)
+    others: dict[tuple, list] = {}
+    for way in packed_product_config._ways(given, given.unroll, "sm_90"):
+        others.setdefault((way.across, way.along), []).append(way)
+    found = [way for some in others.values() for way in sorted(some, key=cost)[: 1 if given.tile_rows == 8 else 3]]
+    yield from [way for way in sorted(found, key=cost) if way != given][: 3 if given.tile_rows == 8 else 7]
 
 
 def jobs_of():
-    named = lambda part, shape, form, rows: dict(part=part, case=shape, form=form, rows=rows)
-    measured = [(shape, "int4_g64", rows) for rows in (1, 16) for shape in SHAPES]
-    measured += [("8b_gate_up", form, rows) for form in list(FORMS)[1:] for rows in (1, 16)]
-    tuned = [("8b_gate_up", "int4_g64", 1), ("8b_o", "int4_g64", 1), ("8b_down", "int4_g64", 16)]
-    tuned += [("8b_gate_up", "int8", 1)]
-    measured += [("8b_down", form, 8) for form in FORMS] + [("8b_gate_up", "int4_g64", rows) for rows in (32, 64)]
-    routed = [(2880, 2880, "mxfp4", tokens) for tokens in (1, 8)]
-    shapes = list(SHAPES)[:4]
-    yield from (
-        (named("tune", shape, "int4_g64", rows), functools.partial(tune, shape, "int4_g64", rows))
-        for rows in (1, 16, 4)
-        for shape in shapes
-    )
-    yield named("tune", "8b_gate_up", "int8", 1), functools.partial(tune, "8b_gate_up", "int8", 1)
-    yield named("tune", "8b_gate_up", "awq_g128", 1), functools.partial(tune, "8b_gate_up", "awq_g128", 1)
-    for i, case in enumerate(measured):
-        yield named("packed_product", *case), functools.partial(measure, *case)
-        if i >= 12 and tuned and i % 3 == 0:
-            if routed:
-                names = dict(zip(("inner", "width", "form", "tokens"), routed[0], strict=True))
-                yield dict(part="experts") | names, functools.partial(measure_experts, *routed.pop(0))
-            case = tuned.pop(0)
-            yield named("tune", *case), functools.partial(tune, *case)
+    prefix = {"tune": "tune_"}  # one row is kept of each case
+    label = lambda part, *of: prefix.get(part, "") + "_".join(map(str, of))
+    named = lambda part, *of: dict(part=part, case=label(part, *of), form=of[-2], rows=of[-1])
+    eight = list(SHAPES)[:4]
+    measured = [(shape, "int4_g64", rows) for rows in (1, 16, 4) for shape in eight]
+    tuned = [(shape, "int4_g64", rows) for rows in (16, 1) for shape in eight]
+    more = [("8b_gate_up", form, rows) for rows in (1, 16) for form in list(FORMS)[1:]]
+    more += [(shape, "int4_g64", rows) for rows in (1, 16) for shape in list(SHAPES)[4:]]
+    more += [("8b_gate_up", "int4_g64", rows) for rows in (8, 32, 64)] + [("8b_down", form, 8) for form in FORMS]
+    case = lambda part, work, of: (named(part, *of), functools.partial(work, *of))
+    yield from (case("packed_product", measure, of) for of in measured)
+    yield from (case("tune", tune, of) for of in tuned)
+    yield from (case("packed_product", measure, of) for of in more[:5])
+    for tokens in (1, 8):
+        of = (2880, 2880, "mxfp4", tokens)
+        names = dict(zip(("inner", "width", "form", "tokens"), of, strict=True))
+        yield dict(part="experts", case=label("experts", *of)) | names, functools.partial(measure_experts, *of)
+    yield from (case("packed_product", measure, of) for of in more[5:])
 
 
 def main(argv: list[str] | None = None) -> int:

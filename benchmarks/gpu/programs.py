@@ -1,9 +1,10 @@
 """Programs of a decode step compared: seconds to compile, milliseconds a step, kernels.
 
-    python -m benchmarks.gpu.programs [--small] [--seconds 220]
+    python -m benchmarks.gpu.programs [--small] [--seconds 220] [--only "r1 none,r1 engine"]
 
-Prints one line a program; `equal` is the share of tokens that are those of the first program of the same batch. --small
-is a model for trying the script on a CPU, without the GPU's options.
+Prints one line a program; `equal` is the share of tokens that are those of the first program of the same batch. As in
+the engine, a decode of fewer rows than its smallest program has is padded. --small is a model for trying the script on
+a CPU, without the GPU's options.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from jattn.engine.batch import empty_batch, meta_of, packed_batch
 from jattn.engine.dispatch import Model, RowState, dispatch, empty_row_state
 from jattn.engine.packing import Packed
 from jattn.engine.scheduler import Limits
-from jattn.engine.shapes import StepShape, StepShapes
+from jattn.engine.shapes import LEAST_ROWS, StepShape, StepShapes
 from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS, FEW_TOKENS
 
 BURST, CONTEXT = 16, 600
@@ -47,7 +48,8 @@ def batch_of(shapes, tokens, rows, blocks, **sampling):
     """
     rng = np.random.default_rng(0)
     decode = tokens == rows
-    max_rows = rows if decode else shapes.limits.max_num_seqs
+    tokens = max(tokens, LEAST_ROWS) if decode and shapes.is_coarse else tokens
+    max_rows = tokens if decode else shapes.limits.max_num_seqs
     context = min(CONTEXT, shapes.limits.max_model_len - 64)
     lens = [1] * rows if decode else [1] * (max_rows - 1) + [tokens - max_rows + 1]
     seqs = rng.integers(context * 3 // 4, context * 5 // 4, len(lens)).tolist()
@@ -61,11 +63,12 @@ def batch_of(shapes, tokens, rows, blocks, **sampling):
     fields = {name: np.full(max_rows, x, np.float32 if name != "top_k" else np.int32) for name, x in sampling.items()}
     logprobs = np.bool_(fields.pop("logprobs", None) is not None)
     ids = rng.integers(5, 500, tokens).astype(np.int32)
+    remaining = np.where(np.arange(max_rows) < len(lens), 40, 0).astype(np.int32)
     return dataclasses.replace(
         batch,
         token_ids=ids,
         metas=(meta,),
-        rows=dataclasses.replace(batch.rows, remaining=np.full(max_rows, 40, np.int32), **fields),
+        rows=dataclasses.replace(batch.rows, remaining=remaining, **fields),
         needs_history_or_logprobs=logprobs,
         steps=np.int32(BURST if decode else 1),
     )
@@ -175,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.programs", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     parser.add_argument("--seconds", type=float, default=220, help="no program is begun in the last 20 (default: 220)")
+    parser.add_argument("--only", default="", help="names of programs, separated by commas; their kernels are printed")
     args = parser.parse_args()
     begin = time.perf_counter()
     left = lambda: args.seconds - (time.perf_counter() - begin)
@@ -248,6 +252,7 @@ def main() -> None:
                 print("out of time: programs left out", len(group))
                 continue
             programs = [p for p in map(guarded, group) if p is not None]
+            programs = [p for p in programs if not args.only or p.name in args.only.split(",")]
             jobs = [(p, guarded(build, p)) for p in programs]
             for p, job in [(p, pool.submit(guarded, job)) for p, job in jobs if job]:
                 if job.result() is None:
@@ -260,7 +265,7 @@ def main() -> None:
                 known = tokens_of.setdefault(p.name.replace(" none", "").replace(" engine", ""), tokens)
                 same = (known == tokens)[known >= 0].mean()
                 print(f"{line} {first:6.2f} {call:6.2f} {cool:8.4f} {hot:8.4f}  equal {same:.3f}", flush=True)
-                if p.name in profiled and gpu:
+                if (p.name in profiled or args.only) and gpu:
                     tables.append((p.name, guarded(kernels, p, default=[])))
     for name, rows in tables:
         print(f"== {name}: {sum(r[1] for r in rows):.1f} kernels, {sum(r[2] for r in rows):.1f} us a step")

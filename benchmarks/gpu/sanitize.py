@@ -7,8 +7,8 @@
 
 The program is in the CUDA toolkit and in the package nvidia-cuda-sanitizer-api. Only Mosaic's kernels are checked. DIR
 gets a file for each run, and summary.jsonl. A run is clean if the tool found nothing and the numbers are right. In one
-process, memcheck crashed after three cases. Runs begin in the order of --only, or of SAMPLE, a tool after the other, and
-none in the last 10 seconds: what must be known first comes first.
+process, memcheck crashed after three cases. Runs begin in the order of --only, or of SAMPLE, a tool after the other, so
+that what must be known first comes first, and none in the last 10 seconds.
 """
 
 import argparse
@@ -43,9 +43,10 @@ WARPS = (
     "mix_all",
 )  # fmt: skip
 SAMPLE = (
-    "warp mix", "warp mix_fp8", "attention mix", "attention mix_fp8", "few few_fp8", "warp mix_d256_v256", "warp mix_all",
-    "attention mix_d256_v256", "few few_tokens_fp8 token_scales=True", "few mix_tokens_fp8 token_scales=True",
-    "attention mix_d192_fp8", "attention mix_all", "warp mix_d64_v64", "warp mix_int8",
+    "warp mix", "warp mix_fp8", "attention mix", "attention mix_fp8", "few few_fp8", "warp mix_d256_v256",
+    "warp mix_all", "attention mix_d256_v256", "few few_tokens_fp8 token_scales=True",
+    "few mix_tokens_fp8 token_scales=True", "attention mix_d192_fp8", "attention mix_all", "warp mix_d64_v64",
+    "warp mix_int8",
 )  # fmt: skip
 """The most valuable variants, for a bounded time: decode, prefill and both in one launch, wide heads, 8 bits."""
 

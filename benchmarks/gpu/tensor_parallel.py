@@ -54,11 +54,13 @@ def weights_of(config: models.ModelConfig, mesh: Mesh, dtype: str):
     return jax.block_until_ready(jax.tree.map(draw, specs, shardings, is_leaf=is_weight_spec))
 
 
-def engine_of(config, params, mesh: Mesh, rows: int, budget: int, longest: int) -> jattn.Engine:
+def engine_of(
+    config, params, mesh: Mesh, rows: int, budget: int, longest: int, num_blocks: int | None = None
+) -> jattn.Engine:
     """An engine on the mesh, or on the device, without prefix caching."""
     return jattn.Engine(
         config, params, ByteTokenizer(), max_num_seqs=rows, max_num_batched_tokens=budget, max_model_len=longest,
-        max_burst=BURST, prefix_caching=False, mesh=None if mesh.size == 1 else mesh,
+        max_burst=BURST, prefix_caching=False, mesh=None if mesh.size == 1 else mesh, num_blocks=num_blocks,
     )  # fmt: skip
 
 

@@ -31,11 +31,13 @@ from collections.abc import Iterator
 from benchmarks import records
 
 ROWS, PROMPT, LONG = 64, 512, 8192
-ALL_REDUCE_BY_XLA = {"xla_gpu_experimental_use_collective_kernels": "ALL_REDUCE"}
+BLOCKS = 1600  # of 64 tokens: 64 requests of 1100, and some more
+ALL_REDUCE_BY_XLA = {"xla_gpu_experimental_use_collective_kernels": "all_reduce"}
 LIMITS = {  # seconds of a part once it has the cards
-    "tail": 60, "serve1": 75, "serve2": 75, "serve2_xla": 60, "serve2_shot": 60, "serve2_graph": 60, "context": 70,
-    "collectives": 40, "large": 200,
+    "tail": 25, "serve1": 75, "serve2": 78, "serve2_xla": 60, "serve2_shot": 60, "serve2_graph": 60, "context": 70,
+    "collectives": 20, "large": 200,
 }  # fmt: skip
+LEAST_SECONDS = 10  # with less time left, no part begins
 FIRST = ("tail", "serve1", "serve2", "context", "collectives", "serve2_graph", "serve2_xla", "serve2_shot")
 
 
@@ -68,7 +70,7 @@ def tail(args: argparse.Namespace) -> list[dict]:
     rows = []
 
     def chain(by_launch: bool, a, x, layers):
-        found, counters = [], op.new_counters()
+        found, counters = [], op.new_counters(config if by_launch else None)
         for weights, scales in layers:
             if by_launch:
                 x, rows, counters = op.layer_tail(single.NORMS, config, a, x, weights, scales, counters)
@@ -89,7 +91,6 @@ def tail(args: argparse.Namespace) -> list[dict]:
     graph = {} if args.small else CUDA_OPTIONS | {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS + ",COLLECTIVES"}
     plain = {} if args.small else CUDA_OPTIONS
     ways = {"launch": (True, plain), "nccl": (False, plain), "nccl, graph": (False, graph)}
-    ways |= {} if args.small else {"xla": (False, plain | ALL_REDUCE_BY_XLA)}
     for name, (by_launch, options) in ways.items():
         if by_launch and config is None:
             print("no launch for this chip", flush=True)
@@ -130,6 +131,12 @@ def tail(args: argparse.Namespace) -> list[dict]:
 
 def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]:
     """Decode and prefill of an 8B model on so many cards."""
+    with two_programs(*((128, 4) if args.small else (LONG, ROWS))):
+        return serve_so(args, ranks, variant)
+
+
+def serve_so(args: argparse.Namespace, ranks: int, variant: str) -> list[dict]:
+    """See `serve`."""
     import jax
     import numpy as np
 
@@ -152,13 +159,17 @@ def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]
     mesh = jax.make_mesh((1, ranks), ("data", "tensor"), devices=jax.devices()[:ranks])
     params = tensor_parallel.weights_of(config, mesh, "float32" if args.small else "bfloat16")
     clock("weights")
-    engine = tensor_parallel.engine_of(config, params, mesh, rows, long, long + 1024)
+    new_engine = functools.partial(tensor_parallel.engine_of, config, params, mesh, rows, long, long + 1024)
+    blocks = None if args.small else BLOCKS
+    engine = new_engine(blocks)
+    engine.warmup()
+    clock("two programs")
     rng = np.random.default_rng(0)
     prompts = rng.integers(2, config.vocab_size, (rows, prompt))
     greedy = lambda count: jattn.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     outputs = engine.generate([p.tolist() for p in prompts], greedy(33))
     tokens = [list(output.token_ids) for output in outputs]
-    clock("programs and 33 tokens of each")
+    clock("33 tokens of each")
     (folder / f"tokens{ranks}{variant}.json").write_text(json.dumps(tokens))
     dispatches = 4 if args.small else 20
     steps = -(-rows * prompt // long)
@@ -178,6 +189,17 @@ def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]
             times.append(time.perf_counter() - begin)
         found[f"tp_{kind}_prefill_8k"] = float(np.median(times[2:])) * 1e3
         clock("prefill")
+    if ranks > 1 and variant == "" and not args.small:
+        print(json.dumps(dict(variant=name, **found)), flush=True)
+        del engine
+        xla_options.CUDA_OPTIONS_ON_MESH["xla_gpu_enable_command_buffer"] = xla_options.COMMAND_BUFFERS + ",COLLECTIVES"
+        xla_options.options_of.cache_clear()
+        engine = new_engine(blocks)
+        engine.warmup()
+        clock("two programs with collectives in graphs")
+        seconds, _ = engine_step.serve(engine, prompts, dispatches, steps)
+        found[f"tp_{kind}_decode_r{rows}_graph"] = float(np.median(seconds)) / engine_step.BURST * 1e3
+        print(json.dumps(dict(variant=name, **found)), flush=True)
     results = [dict(case=case, variant=name, ranks=ranks, ms=ms) for case, ms in found.items()]
     alone = folder / "alone.json"
     if ranks == 1:
@@ -190,6 +212,22 @@ def serve(args: argparse.Namespace, ranks: int, variant: str = "") -> list[dict]
     for row in results:
         print(json.dumps(row), flush=True)
     return results
+
+
+@contextlib.contextmanager
+def two_programs(tokens: int, rows: int) -> Iterator[None]:
+    """Engines have two programs only: decodes of `rows` requests, and other batches of `tokens` tokens."""
+    from unittest import mock
+
+    from jattn.engine.shapes import StepShape, StepShapes
+
+    decode, mixed = StepShape(rows, rows, True), StepShape(tokens, rows, False)
+    choose = lambda self, plan, shares_prefix=False: decode if plan.is_decode else mixed
+    with (
+        mock.patch.object(StepShapes, "all", lambda self: (decode, mixed)),
+        mock.patch.object(StepShapes, "of", choose),
+    ):
+        yield
 
 
 def agreement(tokens: list[list[int]], wanted: list[list[int]]) -> dict:
@@ -243,7 +281,7 @@ def context(args: argparse.Namespace) -> list[dict]:
     from benchmarks.gpu import context_parallel
 
     where = ["--out", str(args.out)] if args.out else ["--write"] if args.write else []
-    variants = ["default"] if args.small else ["nccl", "default", "graph"]
+    variants = ["default"] if args.small else ["default", "graph"]
     context_parallel.main([*where, "--variants", *variants, "--ranks", str(args.ranks), "--seconds", "52",
                            *(["--small", "--cases", "tp_8x1k"] if args.small else [])])  # fmt: skip
     return []
@@ -262,8 +300,8 @@ def large(args: argparse.Namespace) -> list[dict]:
     """benchmarks.gpu.large_model; the folder is written by a process of its own from the start of the run."""
     from benchmarks.gpu import large_model
 
-    rows = large_model.run(pathlib.Path(args.folder), argparse.Namespace(ranks=args.ranks, small=args.small, wait=120))
-    records.write([row | records.provenance() for row in rows], "large_model", records.folder_of(args))
+    args.wait = 120
+    large_model.run(pathlib.Path(args.folder), args)
     return []
 
 
@@ -308,19 +346,24 @@ def run_part(name: str, args: argparse.Namespace) -> None:
         records.write([row | records.provenance() for row in rows], file, records.folder_of(args))
 
 
-class Process:
-    """A part's process, which waits until it is given the cards."""
+def command_of(name: str, args: argparse.Namespace, shared: str) -> list[str]:
+    """The command of a part's process."""
+    command = [sys.executable, "-u", "-m", "benchmarks.gpu.two_cards", "--part", name, "--shared", shared]
+    command += ["--ranks", str(args.ranks), "--folder", str(args.folder), *(["--small"] if args.small else [])]
+    return command + (["--out", str(args.out)] if args.out else ["--write"] if args.write else [])
 
-    def __init__(self, name: str, args: argparse.Namespace, shared: str):
+
+class Process:
+    """A part's process, which touches NAME.ready, and then waits for NAME.go in the folder `shared`."""
+
+    def __init__(self, name: str, command: list[str], shared: str):
         self.name, self.shared = name, pathlib.Path(shared)
-        command = [sys.executable, "-u", "-m", "benchmarks.gpu.two_cards", "--part", name, "--shared", shared]
-        command += ["--ranks", str(args.ranks), "--folder", str(args.folder), *(["--small"] if args.small else [])]
-        command += ["--out", str(args.out)] if args.out else ["--write"] if args.write else []
-        self.log = (self.shared / f"{name}.log").open("w")
-        settings = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
-        self.process = subprocess.Popen(
-            command, stdout=self.log, stderr=subprocess.STDOUT, start_new_session=True, env=settings
-        )
+        memory = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95"}
+        settings = memory | os.environ
+        with (self.shared / f"{name}.log").open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=settings
+            )
 
     def run(self, seconds: float) -> str:
         """Give it the cards; how it ended."""
@@ -350,6 +393,24 @@ class Process:
 
     def output(self) -> str:
         return (self.shared / f"{self.name}.log").read_text(errors="replace")
+
+
+def run_in_turn(processes: list[Process], end: float) -> int:
+    """Give each the cards, as long as there is time (of time.perf_counter), and print its last lines; those failed."""
+    failed = 0
+    for process in processes:
+        left = end - time.perf_counter()
+        if left < LEAST_SECONDS:
+            print(f"skipped for time: {process.name}", flush=True)
+            continue
+        ready = process.wait_until_ready(min(60, left))
+        limit = min(LIMITS.get(process.name, 60), end - time.perf_counter())
+        how = process.run(limit) if ready else "did not start"
+        failed += not how.startswith("ok")
+        print(f"== {process.name}: {how}", flush=True)
+        lines = process.output().splitlines()
+        print("\n".join(line[:1500] for line in lines[-(12 if how.startswith("ok") else 25) :]), flush=True)
+    return failed
 
 
 @contextlib.contextmanager
@@ -384,22 +445,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.part:
         run_part(args.part, args)
         return 0
-    begin, failed = time.perf_counter(), 0
+    begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as shared, written(args):
-        processes = [Process(name, args, shared) for name in args.parts]
+        processes = [Process(name, command_of(name, args, shared), shared) for name in args.parts]
         try:
-            for process in processes:
-                left = args.seconds - (time.perf_counter() - begin)
-                if left < 10:
-                    print(f"skipped for time: {process.name}", flush=True)
-                    continue
-                ready = process.wait_until_ready(min(60, left))
-                left = args.seconds - (time.perf_counter() - begin)
-                how = process.run(min(LIMITS[process.name], left)) if ready else "did not start"
-                failed += not how.startswith("ok")
-                print(f"== {process.name}: {how}", flush=True)
-                lines = process.output().splitlines()
-                print("\n".join(line[:1500] for line in lines[-(12 if how.startswith("ok") else 25) :]), flush=True)
+            failed = run_in_turn(processes, begin + args.seconds)
         finally:
             for process in processes:
                 process.end()

@@ -64,9 +64,13 @@ TABLE = (
 VARIANTS = [  # cases that a choice of tiles concerns; ctas: of a multiprocessor
     ("pre_1x8k", dict(tile_halves=2, stages=2, ctas=1)),
     ("pre_1x8k_d64", dict(tile_halves=2, stages=3, ctas=1)),
-    ("pre_1x8k_d64", dict(stages=1)),
+    ("pre_1x8k", dict(chip="sm_80")),
+    ("pre_1x8k_d64", dict(chip="sm_80")),
+    ("pre_1x8k_d256", dict(chip="sm_80")),
+    ("dec_64x4k", dict(chip="sm_80")),
+    ("pre_1x8k_fp8", dict(chip="sm_80")),
+    ("pre_1x8k_fp8", dict(chip="sm_80", tile_halves=2)),
     ("pre_1x8k", dict(lazy_rescale=False)),
-    ("dec_64x4k", dict(stages=2)),
 ]
 
 
@@ -89,7 +93,8 @@ def measure(case, options: dict, timed: bool, args: argparse.Namespace) -> dict:
 def read_rate() -> dict:
     """TB/s of a kernel that only reads."""
     x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.float32)
-    us, _ = cupti.micros(jax.jit(jnp.sum), x, iterations=5, pick=min)
+    with cupti.alone():
+        us, _ = cupti.micros(jax.jit(jnp.sum), x, iterations=5, pick=min)
     return dict(us=us, tb_s=x.nbytes / us / 1e6, ok=True)
 
 
@@ -107,9 +112,9 @@ def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[
     of_16_bits = [(case, {}) for case in CHECKED]
     plain, later, eight = ([(name, {}) for name in names] for names in (TIMED, LATER, TIMED_8BIT))
     rounds = (
-        (of_16_bits[2:3] + CHECKED_8BIT[:2], [*plain[:2], ("pre_1x8k_d64", {}), VARIANTS[0], *later[:3], *eight[:2]]),
-        (CHECKED_8BIT[2:] + of_16_bits[:2], VARIANTS[1:3] + eight[2:] + later[3:] + plain[2:] + VARIANTS[3:]),
-        (of_16_bits[3:], []),
+        (CHECKED_8BIT[:1], [*plain[:2], VARIANTS[0], ("pre_1x8k_d64", {}), *VARIANTS[2:4], *later[:3]]),
+        (CHECKED_8BIT[1:3] + of_16_bits[:3], VARIANTS[4:6] + eight[:2] + VARIANTS[1:2] + VARIANTS[6:]),
+        (CHECKED_8BIT[3:] + of_16_bits[3:], eight[2:] + later[3:] + plain[2:]),
     )
     for checked, timed in rounds:
         for case, options in checked:

@@ -84,7 +84,7 @@ MIXED = (
     Shape("lanes_64_int8", dict(head_dim=64), dict(layout="HND128", dtype="int8", quant="per_head", block_size=16)),
     Shape("lanes_32", dict(head_dim=32, has_alibi=True), cache=dict(layout="HND128", block_size=32)),
     Shape("lanes_16", dict(head_dim=16, use_mm_prefix=True), cache=dict(layout="HND128", block_size=64)),
-    Shape("kv_heads_160", dict(num_heads=160, num_kv_heads=160, head_dim=64)),
+    Shape("kv_heads_160", dict(num_heads=160, num_kv_heads=160, head_dim=64), cache=dict(num_blocks=64)),
     Shape("keys_on_2_ranks", ranks=2, interleave=4),
     Shape("keys_on_4_ranks", dict(has_alibi=True, sliding_window=300, mask_fn=_thirds), ranks=4, query_lens=(1,) * 32),
 )
@@ -158,9 +158,9 @@ def call(shape: Shape, chip: str = "v6e"):
     import jattn
 
     attn, params, q_dim = _latent_call(shape, chip) if shape.latent else _attention_call(shape, chip)
-    reqs, width = len(shape.query_lens), shape.columns
+    reqs, width, size = len(shape.query_lens), shape.columns, attn.cache_spec.block_size * shape.ranks
     meta = jattn.CommonAttentionMetadata.from_lengths(
-        shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, attn.cache_spec.block_size,
+        shape.query_lens, [max(n, 700) for n in shape.query_lens], [[0] * width] * reqs, size,
         causal=[r % 2 == 0 for r in range(reqs)] if shape.causal == "each" else shape.causal,
         **_reach(attn.spec, reqs),
     )  # fmt: skip

@@ -25,7 +25,7 @@ def least(row: dict) -> dict:
     else:
         bundles = row["milli_bundles"] / 1e3
         own = LATENT_TILE_QUERIES if latent else TILE_QUERIES
-        moved /= row.get("tile_queries", row.get("queries", own))
+        moved = row.get("key_bytes", moved) / row.get("tile_queries", row.get("queries", own))
     compute, memory = bundles / chip.clock * 1e9, moved / (chip.hbm / chip.cores) * 1e9
     return dict(
         ns_bundles=round(compute, 5), ns_memory=round(memory, 5), ns=round(max(compute, memory), 5),

@@ -16,12 +16,19 @@ import sys
 from benchmarks import records
 from benchmarks.tpu import aot, llo, model, own_process, peers
 
-JOBS = ("decode", "prefill", "mla_decode", "mla_prefill", "jax_decode", "jax_prefill", "rpa3_decode", "rpa3_prefill")
+JOBS = (
+    "decode", "prefill", "mla_decode", "mla_prefill", "mla_new_tokens", "jax_decode", "jax_prefill", "rpa3_decode",
+    "rpa3_prefill",
+)  # fmt: skip
 JAX_PAGES = 8  # in a block of JAX's kernel
 JAX_QUERIES = {"jax_decode": 8, "jax_prefill": 32}  # in its block: few, and its default on v5e
 
 
-OURS = {"decode": aot.DECODE, "prefill": aot.PREFILL, "mla_decode": aot.MLA_DECODE, "mla_prefill": aot.MLA_PREFILL}
+OURS = {
+    "decode": aot.DECODE, "prefill": aot.PREFILL, "mla_decode": aot.MLA_DECODE, "mla_prefill": aot.MLA_PREFILL,
+    "mla_new_tokens": aot.MLA_PREFILL,
+}  # fmt: skip
+"""mla_prefill: the keys before a long prompt; mla_new_tokens: the prompt's own, in the materialised form."""
 
 
 def ours(chip: str, job: str):
@@ -33,11 +40,34 @@ def ours(chip: str, job: str):
     function, arguments = aot.call(shape, chip)
     aot.compile_for(chip, function, *arguments)
     _, cache, meta, _ = arguments
+    if job == "mla_new_tokens":
+        return _new_tokens(chip, shape, meta)
     if shape.latent:
         config = mla_pallas_tpu.kernel_config(*aot.latent_layer_of(shape), common=meta)
     else:
         config = pallas_tpu.kernel_config(aot.layer_of(shape), cache.spec, common=meta, chip=chip)
     return lambda program: getattr(bundles, job.removeprefix("mla_"))(program, config)
+
+
+def _new_tokens(chip: str, shape: aot.Shape, meta):
+    """The figures of one launch times the launches for all heads."""
+    from benchmarks.tpu import bundles
+    from jattn.backends import mla_pallas_tpu
+    from jattn.device import Chip
+
+    spec, cache_spec = aot.latent_layer_of(shape)
+    absorbed = mla_pallas_tpu.kernel_config(spec, cache_spec, common=meta)
+    config = mla_pallas_tpu.new_tokens_config(spec, absorbed, meta, Chip("tpu", chip))
+    assert config is not None
+    launches = spec.num_heads // config.num_heads
+    key_bytes = launches * config.page_bytes(config.block_keys) // (2 * config.block_keys)
+
+    def measured(program):
+        found = bundles.prefill(program, config)
+        times = {name: round(launches * x, 1) for name, x in found.items() if not name.startswith("spills")}
+        return found | times | dict(key_bytes=key_bytes, tile_queries=config.tile_tokens)
+
+    return measured
 
 
 def theirs(chip: str, job: str):

@@ -47,8 +47,6 @@ from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
-from pallas_kernels.gpu.merge_ranks_sm90 import merge_ranks
-from pallas_kernels.gpu.merge_ranks_sm90 import supports as merges_ranks
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from pallas_kernels.gpu.rotate_write_sm90 import supports as rotates_and_writes
@@ -61,8 +59,6 @@ from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
 ONE_RANK = ContextParallel()
-MERGED_ROWS = 4096
-"""Tokens times heads up to which `merge_ranks` exchanges states; the bytes of more take longer than NCCL's latency."""
 WARPS_SINCE = (0, 12)  # JAX's version
 
 
@@ -250,26 +246,11 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         impl = dataclasses.replace(self, spec=dataclasses.replace(self.spec, has_sinks=False), out_dtype="float32")
         states: Any = [_paged(impl, q, cache, level, params, None) for level in m.shared]
         states += [_paged(impl, q, cache, dataclasses.replace(m, shared=()), params, counters)]
-        state = self._of_all_ranks(states, self.out_dtype or q.dtype)
+        state = merge(*states) if self.parallel.combine is None else self.parallel.combine(merge(*states))
         if self.spec.has_sinks:
             assert params.sinks is not None
             state = with_sinks(state, params.sinks)
         return dataclasses.replace(state, out=state.out.astype(self.out_dtype or q.dtype))
-
-    def _of_all_ranks(self, states: list, dtype: Any) -> AttentionState:
-        """The merged states of all levels and all ranks of DCP; of few rows in one launch, if the ranks are peers.
-
-        dtype: of the result without sinks, to which the launch rounds.
-        """
-        ranks, (tokens, heads, width) = self.parallel, states[0].out.shape
-        if ranks.combine is None:
-            return merge(*states)
-        if ranks.are_peers and self.chip == HOPPER and tokens * heads <= MERGED_ROWS:
-            if merges_ranks(tokens * heads, width, ranks.dcp_world_size):
-                rounds = jnp.dtype(dtype) == jnp.bfloat16 and not self.spec.has_sinks
-                state = states[0] if len(states) == 1 else merge(*states)
-                return _merge_of_ranks(ranks, "bfloat16" if rounds else "float32", state)
-        return ranks.combine(merge(*states))
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
@@ -312,30 +293,6 @@ def _merges_inside(config: GpuKernelConfig, common: CommonAttentionMetadata) -> 
     is_cut = config.flat_list and not config.whole_units
     serves = type(config) is GpuKernelConfig and is_cut and not config.narrow_rows
     return serves and config.num_kv_heads * common.seq_lens.shape[0] >= config.num_ctas
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _merge_of_ranks(ranks: ContextParallel, dtype: str, state: AttentionState) -> Any:
-    """ranks.combine in one launch on each rank; its gradient is that of ranks.combine."""
-    tokens, heads, width = state.out.shape
-    rows = state.out.reshape(-1, width), state.lse.reshape(-1)
-    out, lse = merge_ranks(*rows, ranks.dcp_world_size, dtype)
-    return AttentionState(out=out.reshape(state.out.shape), lse=lse.reshape(tokens, heads))
-
-
-def _merge_of_ranks_backward(ranks: ContextParallel, dtype: str, state: AttentionState, cotangent):
-    def in_steps(state: AttentionState) -> AttentionState:
-        combine = ranks.combine
-        assert combine is not None
-        merged = combine(merge(state))
-        return dataclasses.replace(merged, out=merged.out.astype(dtype))
-
-    return jax.vjp(in_steps, state)[1](cotangent)
-
-
-_merge_of_ranks.defvjp(
-    lambda ranks, dtype, state: (_merge_of_ranks(ranks, dtype, state), state), _merge_of_ranks_backward
-)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 from jattn.cache import KVCacheSpec
-from jattn.errors.arguments import boolean, check_fields, integer, optional, text
+from jattn.errors.arguments import check_fields, integer, optional, text
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.parallel import cp_lse_ag_out_ar
@@ -25,12 +25,10 @@ class ContextParallel:
     pcp_axis: str | None = None  # mesh axis of pcp; None: off
     pcp_world_size: int = 1  # ranks of that axis
     interleave: int = 1  # consecutive tokens of a request on one rank, before those on the next rank
-    are_peers: bool = False  # the ranks of dcp are the whole mesh, and device.are_peers
 
     def __post_init__(self):
         counts = ("dcp_world_size", "pcp_world_size", "interleave")
-        axes = dict(dcp_axis=optional(text), pcp_axis=optional(text))
-        check_fields(self, **dict.fromkeys(counts, integer(1)), **axes, are_peers=boolean)
+        check_fields(self, **dict.fromkeys(counts, integer(1)), dcp_axis=optional(text), pcp_axis=optional(text))
         for kind in ("dcp", "pcp"):
             axis, size = getattr(self, f"{kind}_axis"), getattr(self, f"{kind}_world_size")
             if (axis is None) != (size == 1):

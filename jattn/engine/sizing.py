@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jattn import device
 from jattn.cache.layout import QUANT_MODES, KVCacheSpec, empty_cache, filled_lanes
-from jattn.device import detect
 from jattn.engine.tables import max_blocks_of_group
 from jattn.errors import CacheFullError
 from jattn.ops.quantised import is_quantised
@@ -105,7 +105,7 @@ def cache_maker(
     config: Any, num_blocks: Any, block_size: int, storage: dict[str, str], model_mesh: Any, backend: str
 ) -> Callable[[], Any]:
     """A function that makes the empty caches of an engine: on a TPU, narrow heads have the layout HND128."""
-    fills = detect().platform == "tpu" and backend in LANE_BACKENDS
+    fills = device.detect().platform == "tpu" and backend in LANE_BACKENDS
     if model_mesh is None and not fills:
         return functools.partial(config.make_caches, num_blocks, block_size, **storage)
     specs = config.cache_specs(num_blocks, block_size, **storage)

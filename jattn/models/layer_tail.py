@@ -1,5 +1,10 @@
-"""Which layers of a model `jattn.nn.layer_tail` serves, and a step of few tokens through them."""
+"""Which layers of a model `jattn.nn.layer_tail` serves, and a step of few tokens through them.
 
+Where a step has one new token for each of a few requests (see tail_attention.py), the launch for a layer's rest begins
+with its attention: one launch a layer.
+"""
+
+import dataclasses
 import functools
 import itertools
 import math
@@ -16,12 +21,13 @@ from jattn.models.mlp import MLP, activation
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import ResidualNorms
 from jattn.models.sharded_attention import REPLICATED
+from jattn.models.tail_attention import attending
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import attend_projected, by_heads, projections, rows_apart
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
-from pallas_kernels.gpu.layer_tail_config import MAX_RANKS, MAX_ROWS, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import MAX_RANKS, MAX_ROWS, SHARES, LayerTailConfig
 
 
 def configs_of(
@@ -37,7 +43,9 @@ def configs_of(
     configs = []
     for i in range(len(config.layers)):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        ranks = {} if model_mesh is None else dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        ranks: Any = (
+            {} if model_mesh is None else dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        )
         configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i), **ranks))
     return None if None in configs else configs
 
@@ -104,22 +112,104 @@ def forward(
     model_mesh: ModelMesh | None = None,
 ):  # fmt: skip
     """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
-    layers, weights, caches = config.layers, params["layers"], []
-    first = layers[0]
-    rows: Any = _first_rows(first, weights[0], x)
-    rows = rows if model_mesh is not None else jnp.concatenate(rows, axis=1)
-    counters = op.new_counters()
-    for i, layer in enumerate(layers):
-        attn, *args = attend(i)
-        cache, a = _attention(layer, attn, weights[i]["attn"], rows, *args)
+    layers, weights = config.layers, params["layers"]
+    attns, arguments = zip(*((attn, args) for attn, *args in map(attend, range(len(layers)))), strict=True)
+    if model_mesh is not None:
+        step = _Step(layers, attns, tuple(configs), ())
+        on_ranks = lambda launch, i: _on_ranks(launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i])
+        return _apart(step, weights, x, arguments, on_ranks, _counters_on_ranks(model_mesh, configs[0]))
+    own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_norms, layers))
+    step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
+    if own is None:
+        return _apart(step, weights, x, arguments)
+    return _together(step, weights, x, arguments, (own.plans, own.norms))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is static about `forward`, layer by layer."""
+
+    layers: tuple[LayerConfig, ...]
+    attns: tuple
+    configs: tuple[LayerTailConfig, ...]
+    attending: tuple[LayerTailConfig, ...]  # of the launches with attention
+
+
+def _apart(
+    step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, on_ranks: Callable | None = None,
+    counters: op.Counters | None = None,
+) -> tuple[list, jax.Array]:  # fmt: skip
+    """`forward` with launches of their own for attention. arguments: of `_attention`, for each layer.
+
+    on_ranks: with a mesh, makes the launch of layer i one on each rank. counters: then those of the ranks.
+    """
+    rows: Any = _first_rows(step.layers[0], weights[0], x)
+    rows = jnp.concatenate(rows, axis=1) if on_ranks is None else rows
+    caches, counters = [], op.new_counters() if counters is None else counters
+    for i, (layer, attn, config) in enumerate(zip(step.layers, step.attns, step.configs, strict=True)):
+        cache, a = _attention(layer, attn, weights[i]["attn"], rows, *arguments[i])
         caches.append(cache)
-        kernels, scales = _weights_of(weights, layers, i)
-        launch = functools.partial(op.layer_tail, _norms(layers, i), configs[i])
-        if model_mesh is not None:
-            launch = _on_ranks(launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i])
+        kernels, scales = _weights_of(weights, step.layers, i)
+        launch: Any = functools.partial(op.layer_tail, _norms(step.layers, i), config)
+        launch = launch if on_ranks is None else on_ranks(launch, i)
         after: Any = launch(a, x, kernels, scales, counters)
         x, rows, counters = after
     return caches, x
+
+
+def _counters_on_ranks(model_mesh: ModelMesh, config: LayerTailConfig) -> op.Counters:
+    """The counters of each rank. They differ, but XLA, which never compares them, may take them for replicated."""
+    make = functools.partial(op.new_counters, config)
+    return jax.shard_map(
+        make, mesh=model_mesh.inner_mesh, in_specs=(), out_specs=REPLICATED, axis_names=set(model_mesh.axes),
+        check_vma=False,
+    )()  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, own: tuple) -> Any:
+    """`_apart` with one launch a layer, and with its gradient. own: plans and norms of Attending."""
+    rows: Any = _first_sums(step, weights[0], x)
+    caches, counters = [], op.new_counters()
+    for i, (cache, m, _, angles) in enumerate(arguments):
+        table, (plan, norms) = jnp.asarray(m.block_table, jnp.int32), (each[i] for each in own)
+        keys = angles.cos, angles.sin, table, plan, *norms, cache.k, cache.v
+        kernels, scales = _weights_of(weights, step.layers, i)
+        x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, step.attending[i], keys)
+        caches.append(dataclasses.replace(cache, k=k, v=v))
+    return caches, x
+
+
+def _together_forward(step: _Step, weights, x, arguments, own):
+    return _together(step, weights, x, arguments, own), (weights, x, arguments)
+
+
+def _together_backward(step: _Step, saved: tuple, cotangent):
+    weights, x, arguments = saved
+
+    def apart(weights, x, caches):
+        return _apart(step, weights, x, [(cache, *args[1:]) for cache, args in zip(caches, arguments, strict=True)])
+
+    weights, x, caches = jax.vjp(apart, weights, x, [cache for cache, *_ in arguments])[1](cotangent)
+    return weights, x, type(arguments)([cache, None, None, None] for cache in caches), None
+
+
+_together.defvjp(_together_forward, _together_backward)
+
+
+def _first_sums(step: _Step, weights: dict, x: jax.Array) -> Any:
+    """The projections of the first layer as the launches give those of the others."""
+    config, norm = step.attending[0], step.layers[0].attn_norms.before
+    assert norm is not None and config.attention is not None
+    if not config.attention.sums:
+        return jnp.concatenate(_first_rows(step.layers[0], weights, x), axis=1)
+    y, scale = x.astype(jnp.float32), weights["attn_norm"]["scale"].astype(jnp.float32) + norm.one_plus
+    kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_config(step.layers[0]))]
+    sums = jnp.concatenate(products((y * scale[None]).astype(x.dtype), kernels, dtype=jnp.float32), axis=1)
+    squares = jnp.sum(y**2, axis=1, keepdims=True)
+    missing, height = config.rows8 - config.rows, config.attention.sums * config.rows8
+    pad = lambda y, rows, columns: jnp.pad(y, ((0, rows), (0, columns)))
+    return pad(sums, height - config.rows, 0), pad(squares, missing, SHARES - 1)
 
 
 def _on_ranks(launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...], config: LayerTailConfig) -> Callable:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
@@ -185,11 +184,7 @@ class ModelMesh:
     def parallel(self) -> ContextParallel:
         """The part of the mesh that attention itself must know."""
         ranks = self.context_ranks
-        if ranks == 1:
-            return ContextParallel()
-        is_whole = isinstance(self.mesh, Mesh) and self.mesh.size == ranks
-        are_peers = is_whole and device.are_peers(self.devices)
-        return ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks, are_peers=are_peers)
+        return ContextParallel() if ranks == 1 else ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks)
 
     # ------------------------------------------------------------------ caches
     def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:

@@ -14,11 +14,13 @@ from jattn import device
 from jattn.nn.norm import Norm
 from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_arrivals_sm90 import WORDS
-from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, choose
+from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, TailAttention, choose
+from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
 
-Counters = tuple[jax.Array, jax.Array]
-"""What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one."""
+Counters = tuple[jax.Array, ...]
+"""What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one. With
+several ranks also what they send to one another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,9 +31,10 @@ class TailNorms:
     next: Norm
 
 
-def new_counters() -> Counters:
-    """For the first launch of a step."""
-    return jnp.zeros(WORDS, jnp.int32), jnp.zeros(WORDS, jnp.int32)
+def new_counters(config: LayerTailConfig | None = None) -> Counters:
+    """For the first launch of a step. config: of the launches of several ranks; then call it in shard_map on each."""
+    shared = () if config is None or config.ranks == 1 else exchange(config)
+    return jnp.zeros(WORDS, jnp.int32), jnp.zeros(WORDS, jnp.int32), *shared
 
 
 def config_of(
@@ -40,12 +43,15 @@ def config_of(
     weights: tuple[tuple[jax.Array, ...], ...],
     scales: tuple[jax.Array, ...],
     norms: TailNorms,
+    attention: TailAttention | None = None,
+    *,
     ranks: int = 1,
     kv_ranks: int = 1,
 ) -> LayerTailConfig | None:
     """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them.
 
-    ranks: devices that share the weights, of k and v `kv_ranks`. With several, it is a launch in shard_map on each.
+    attention: of the tokens, if the launch computes that too. ranks: devices that share the weights, of k and v
+    `kv_ranks`. With several, it is a launch in shard_map on each.
     """
     processors = device.processors()
     if device.detect().generation != "sm_90" or processors is None or (is_partitioned() and ranks == 1):
@@ -58,7 +64,8 @@ def config_of(
     sharing = (ranks, *(kv_ranks,) * (len(following) - 1))
     return choose(
         tokens, o.shape[1], o.shape[0] // ranks, gate.shape[1] // ranks,
-        tuple(w.shape[1] // count for w, count in zip(following, sharing, strict=False)), processors, ranks=ranks,
+        tuple(w.shape[1] // count for w, count in zip(following, sharing, strict=False)), processors, attention,
+        ranks=ranks,
         eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
     )  # fmt: skip
 
@@ -70,7 +77,7 @@ def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales,
     a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
     without the last; scales: of the two norms. Its gradient is that of `in_steps`.
     """
-    return launch(a, x, weights, scales, counters, config)
+    return launch(a, x, weights, scales, counters, config)[:3]
 
 
 def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):

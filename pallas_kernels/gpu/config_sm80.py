@@ -13,6 +13,7 @@ class WarpChip:
     smem: int  # bytes of shared memory of a multiprocessor
     smem_cta: int  # bytes that one CTA may use
     columns: int = 128  # the widest output for which two halves of a tile have registers enough, as compiled
+    lazy_columns: int = 256  # the widest for which an 8-bit cache leaves registers enough for lazy_rescale
 
 
 CHIPS = {
@@ -20,7 +21,7 @@ CHIPS = {
     "sm_86": WarpChip(84, 100 << 10, 99 << 10),  # RTX 3090, A10, A40
     "sm_89": WarpChip(128, 100 << 10, 99 << 10),  # RTX 4090, L4, L40S
     "sm_90": WarpChip(132, 228 << 10, 227 << 10),  # H100, to check and time the kernel on a Hopper card
-    "sm_100": WarpChip(148, 228 << 10, 227 << 10, columns=96),  # B200
+    "sm_100": WarpChip(148, 228 << 10, 227 << 10, columns=96, lazy_columns=192),  # B200
     "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
 }
 SMEM_FIXED = 1024  # bytes: row statistics, the numbers of the piece, the pool's rows of two blocks
@@ -37,7 +38,7 @@ class WarpKernelConfig(GpuKernelConfig):
     narrow_rows: int = 8  # tiles of at most so many rows, 8 or 16, are narrow (narrow_sm80.py)
     wide_tiles: bool = False  # False: no request has more than narrow_rows packed rows
     tile_halves: int = 1  # halves of a wide tile, of 64 rows, that share each load of a key; 2: at most 128 columns
-    lazy_rescale: bool = True
+    lazy_rescale: bool = True  # a wide tile's output is multiplied only in blocks that change the maximum
 
     @property
     def converts_fp8(self) -> bool:

@@ -4,22 +4,22 @@ A product has two sets of counters, so that a CTA waits only for the columns tha
 
     columns_stored(i, g)   CTAs that have stored group g of product i's columns, those that one CTA reads next
     share_added(i, s)      CTAs that have added up share s of a token's columns, one CTA for each token
-
-With several ranks (devices), each CTA has two more counters, for o and down: the other ranks whose sums have arrived.
+    attended(h)            CTAs that have stored a part of kv head h's attention (tail_attention_sm90.py)
 """
 
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, THREADS, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import KV_HEADS, THREADS, LayerTailConfig
 
 PRODUCTS = 4
 _GROUPS = 8  # counters of a product's groups, and as many of its shares
-COUNTERS = PRODUCTS * 2 * _GROUPS
-_OF_RANKS = 32 * COUNTERS  # the first word of the counters of ranks, each in 32 bytes
-WORDS = _OF_RANKS + 2 * MAX_CTAS * 8  # int32: each other counter has a line of 128 bytes
+_ATTENTION = PRODUCTS * 2 * _GROUPS
+COUNTERS = _ATTENTION + KV_HEADS
+WORDS = 32 * COUNTERS  # int32: each counter has a line of 128 bytes
 
 
 def columns_stored(product: int, group):
@@ -30,6 +30,11 @@ def columns_stored(product: int, group):
 def share_added(product: int, share):
     """The counter of a share of the columns of all tokens."""
     return 2 * _GROUPS * product + _GROUPS + share
+
+
+def attended(kv_head):
+    """The counter of a kv head. Works on scalars of the kernel and of inline PTX."""
+    return kv_head + _ATTENTION if isinstance(kv_head, int | jax.Array) else ptx.add(kv_head, ptx.i32(_ATTENTION))
 
 
 def groups(cfg: LayerTailConfig, i: int) -> int:
@@ -65,13 +70,6 @@ def address(counters, number):
     return arith.addi(ptx.pointer(counters, 0), arith.muli(ptx.to_i64(number), ptx.i64(128)))
 
 
-def of_ranks(counters, product: int, cta):
-    """Address of the counter of ranks of a CTA, for product 0 (o) or 2 (down)."""
-    number = ptx.to_i64(ptx.add(cta, ptx.i32(product // 2 * MAX_CTAS)))
-    first = arith.addi(ptx.pointer(counters, 0), ptx.i64(4 * _OF_RANKS))
-    return arith.addi(first, arith.muli(number, ptx.i64(32)))
-
-
 def wait_before_tma(counters, counter, count: int):
     """The loading thread waits until `count` CTAs have arrived; then TMA may read what they stored."""
 
@@ -89,15 +87,16 @@ def one_thread_waits(cfg: LayerTailConfig, i: int, counters, reader):
     _spin(address(counters, ptx.add(group, ptx.i32(columns_stored(i, 0)))), group_size(cfg, i), 0)
 
 
-def one_thread_waits_for_ranks(cfg: LayerTailConfig, product: int, counters, cta):
-    """Inside inline_mgpu, thread 0 waits until the other ranks' sums have arrived. A barrier must follow."""
-    _spin(of_ranks(counters, product, cta), cfg.ranks - 1, 0, "sys")
+def every_thread_waits(counters, counter, count):
+    """Inside inline_mgpu, each thread waits until `count` CTAs have arrived at its counter."""
+    _spin(address(counters, counter), count, THREADS - 1)
 
 
-def _spin(place, count: int, last: int, scope: str = "gpu"):
-    """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived. scope: "sys" for those of others."""
+def _spin(place, count, last: int):
+    """The threads 0 .. last of the warpgroup wait until `count` CTAs have arrived."""
+    count = ptx.i32(count) if isinstance(count, int) else count
     text = (
         "{ .reg .pred p; .reg .b32 seen; setp.gt.u32 p, $1, $3; @p bra DONE;"
-        f" AGAIN: ld.acquire.{scope}.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }}"
+        " AGAIN: ld.acquire.gpu.global.u32 seen, [$0]; setp.lt.u32 p, seen, $2; @p bra AGAIN; DONE: }"
     )
-    ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(count), ptx.i32(last))
+    ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), count, ptx.i32(last))

@@ -9,7 +9,13 @@ MAX_ROWS = 64
 MAX_RANKS = 8
 MAX_CTAS = 256
 THREADS = 128  # of a warpgroup
-SMEM_LIMIT = 232448 - 2048  # bytes a CTA may use on Hopper, less barriers and alignment
+ALIGNMENT = 1024  # of arrays in shared memory
+SMEM_LIMIT = 232448 - 3 * ALIGNMENT  # bytes a CTA may use on Hopper, less mbarriers, scratch, and what Mosaic takes
+SCRATCH = 8  # f32 in which a warpgroup adds up squares
+PARTS = 16  # of a unit's keys, at most
+KV_HEADS = 64  # with a counter
+ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
+SHARES = 4  # of a token's columns, each added up by a CTA, at most
 SUMS = 160  # floats of a thread's accumulators, at most
 READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
 
@@ -54,6 +60,70 @@ class ChainProduct:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class TailAttention:
+    """Attention of one new token a request over a paged bf16 cache, in the same launch, before the products."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int  # all of it is rotated, in pairs (i, i + head_dim / 2)
+    scale: float
+    blocks: int
+    page: int  # slots of a block
+    columns: int  # of the block table
+    heads_first: bool
+    left: int = -1  # keys before the new one that it sees; -1: all
+    norm_eps: float | None = None  # of the norm of each query's and key's head before the rotation; None: no norm
+    norm_one_plus: bool = False
+    sums: int = 0  # CTAs that shared the inner dimension of the projections, whose sums are added up; 0: they have been
+    eps: float = 1e-5  # with sums: of the norm before the projections
+    shares: int = 4  # with sums: of a token's columns, of each of which there is a sum of squares
+    unrolled: int = 4  # keys of a group of lanes that are loaded at the same time
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def together(self) -> int:
+        """Query heads of a unit: they read the same keys."""
+        return next(n for n in (4, 3, 2, 1) if self.group % n == 0)
+
+    @property
+    def chunks(self) -> int:
+        """Units of a kv head."""
+        return self.group // self.together
+
+    @property
+    def units(self) -> int:
+        """Units of a token."""
+        return self.kv_heads * self.chunks
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that share a key, with 8 dimensions each."""
+        return self.head_dim // 8
+
+    @property
+    def groups(self) -> int:
+        """Groups of lanes in a warpgroup."""
+        return THREADS // self.lanes
+
+    @property
+    def keys_a_turn(self) -> int:
+        return self.groups * self.unrolled
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's queries, keys and values."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def state_floats(self) -> int:
+        """f32 in shared memory, after the scratch, in which the four warps merge their states."""
+        return 4 * self.together * (self.head_dim + 4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerTailConfig:
     """One launch; hashable. Not checked here: `supports` says what cannot be served."""
 
@@ -65,6 +135,8 @@ class LayerTailConfig:
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory
     in_flight: int = 3  # weight blocks that a CTA has asked for and not received
+    attention: TailAttention | None = None  # None: it has been computed before, and its output is an argument
+    adds_directly: bool = False  # the CTAs of the next projections add up the residual themselves: tail_sums_sm90.py
     ranks: int = 1  # devices that share the inner dimensions of o and down; each adds up the sums of all
 
     @property
@@ -73,8 +145,17 @@ class LayerTailConfig:
         return -(-self.rows // 8) * 8
 
     @property
+    def scratch_floats(self) -> int:
+        return SCRATCH + (0 if self.attention is None else self.attention.state_floats)
+
+    @property
     def hidden(self) -> int:
         return self.products[0].width
+
+    @property
+    def gives_sums(self) -> bool:
+        """The next projections are left as each CTA's sums and the squares of the norm, for the next launch."""
+        return self.attention is not None and self.attention.sums > 0 and len(self.products) == 4
 
     @property
     def shares(self) -> int:
@@ -109,6 +190,18 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(
             p.together > c.token_stages, f"{p.together} blocks of tokens together: there are {c.token_stages} stages"
         )
+    if c.attention is not None:
+        a, inner = c.attention, c.products[0].inner
+        refuse(c.ranks > 1, f"attention with {c.ranks} ranks")
+        refuse(c.rows > ATTENDING_ROWS, f"attention of {c.rows} rows: wanted at most {ATTENDING_ROWS}")
+        refuse(a.head_dim not in (64, 128), f"attention with heads of {a.head_dim}: wanted 64 or 128")
+        refuse(a.heads % a.kv_heads != 0 or a.kv_heads > KV_HEADS, f"{a.heads} heads over {a.kv_heads} kv heads")
+        refuse(a.heads * a.head_dim != inner, f"{a.heads} heads of {a.head_dim}: the projection has {inner} rows")
+        refuse(c.rows * a.units > c.ctas, f"{c.rows * a.units} units of attention: there are {c.ctas} CTAs")
+    refuse(
+        c.adds_directly and (c.attention is None or not c.attention.sums or c.products[-1].splits > SHARES),
+        f"sums by the CTAs that multiply them: wanted attention with sums, and at most {SHARES} shares",
+    )
     refuse(c.rows > c.ctas, f"{c.rows} rows: {c.ctas} CTAs add up one each at least")
     refuse(c.slots < c.in_flight, f"{c.in_flight} blocks in flight: shared memory has {c.slots}")
     refuse(not 1 <= c.ranks <= MAX_RANKS, f"{c.ranks} ranks: wanted 1 to {MAX_RANKS}")
@@ -118,8 +211,9 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
 
 @functools.lru_cache(maxsize=1024)
 def choose(
-    rows: int, hidden: int, heads_width: int, mlp_width: int, next_widths: tuple[int, ...], ctas: int, **fields
-) -> LayerTailConfig | None:
+    rows: int, hidden: int, heads_width: int, mlp_width: int, next_widths: tuple[int, ...], ctas: int,
+    attention: TailAttention | None = None, **fields,
+) -> LayerTailConfig | None:  # fmt: skip
     """The config of these sizes with the fastest tiles by `micros`; None where the kernel does not serve them."""
     wanted = [
         ChainProduct(inner=heads_width, widths=(hidden,)),
@@ -129,22 +223,25 @@ def choose(
     if next_widths:
         wanted.append(ChainProduct(inner=hidden, widths=next_widths))
     rows8 = -(-rows // 8) * 8
-    stages, slots = _ring_sizes(rows8)
+    stages, slots = _ring_sizes(rows8, attention)
     chosen = []
     for product in wanted:
         best = min(_ways(product, rows8, ctas, slots), key=lambda p: micros(p, rows8), default=None)
         if best is None:
             return None
         chosen.append(best)
-    sizes = dict(ctas=ctas, token_stages=stages, slots=slots)
+    sizes = dict(ctas=ctas, token_stages=stages, slots=slots, attention=attention)
     config = LayerTailConfig(rows=rows, products=tuple(chosen), **sizes, **fields)
     return None if supports(config) else config
 
 
-def _ring_sizes(rows8: int) -> tuple[int, int]:
+def _ring_sizes(rows8: int, attention: TailAttention | None) -> tuple[int, int]:
     """(token_stages, slots)"""
     stages = {8: 6, 16: 6, 24: 4, 32: 4}.get(rows8, 3)
-    return stages, (SMEM_LIMIT - stages * rows8 * BLOCK * 2) // (PIECE * BLOCK * 2)
+    others = stages * rows8 * BLOCK * 2
+    if attention is not None:
+        others += -(-4 * (SCRATCH + attention.state_floats) // ALIGNMENT) * ALIGNMENT - ALIGNMENT
+    return stages, (SMEM_LIMIT - others) // (PIECE * BLOCK * 2)
 
 
 def _ways(product: ChainProduct, rows8: int, ctas: int, slots: int):

@@ -15,6 +15,9 @@ strip's inner dimension write float32 sums to global memory. Other CTAs add them
 and always in the same order, so that equal inputs give equal bits. Norms need the squares of all shares; so a token's
 factor 1 / sqrt(mean + eps) is applied to the products of x * scale.
 
+With config.attention the launch begins with the attention of the tokens (tail_attention_sm90.py), and `a` is not read:
+the shared memory fills with weights meanwhile.
+
 All CTAs wait for one another, so that all must run at the same time: there are at most as many as SMs, one on each.
 Few blocks of weights are in flight (config.in_flight), because whatever the CTAs tell one another waits behind them.
 """
@@ -35,13 +38,14 @@ from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_ranks_sm90 as ranks
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
+from pallas_kernels.gpu import tail_sums_sm90 as tail_sums
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, THREADS, LayerTailConfig, supports
+from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, SHARES, THREADS, LayerTailConfig, supports
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
-from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
+from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed
 
 _WGMMA = plgpu.Layout.WGMMA
-SHARES = 4  # of a token's columns, each added up by a CTA
 _WEIGHT_BLOCK = (BLOCK, PIECE)
 
 
@@ -49,65 +53,97 @@ _WEIGHT_BLOCK = (BLOCK, PIECE)
 class _Refs:
     """Every Ref of the kernel, with its shape. W: hidden size."""
 
-    a: object  # GMEM [T, inner of o], or [T8, ..]
+    a: object  # GMEM [T, inner of o], or [T8, ..]; None with config.attention
     x: object  # GMEM [T, W]
     weights: tuple  # for each product, GMEM [inner, width] of each weight
     norms: tuple  # GMEM [W] each
     counters: object  # GMEM i32[arrivals.WORDS], zero: arrivals
     cleared: object  # GMEM i32[arrivals.WORDS]: set to zero, for the next launch
     x1: object  # GMEM [T8, W]
-    x2: object  # GMEM [T8, W]
+    x2: object  # GMEM [T, W]
     n1: object  # GMEM [T8, W]
     n2: object  # GMEM [T8, W]
     h: object  # GMEM [T8, mlp width]
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
-    sent: tuple  # for o and down with several ranks, GMEM [ranks * T8, W]: sums that the ranks sent
-    out: object  # GMEM [T8, width of the next projections], or None
+    exchange: tuple  # with several ranks: see layer_tail_ranks_sm90.exchange
+    out: object  # GMEM [T, width of the next projections], or None
+    rows: object = None  # from here to part_stats with config.attention: GMEM [T, width], or f32[sums T8, width]
+    row_squares: object = None  # with attention.sums: GMEM f32[T8, SHARES]
+    cos: object = None  # GMEM f32[T, head_dim / 2]
+    sin: object = None
+    block_table: object = None  # GMEM i32[R, columns]
+    plan: object = None  # GMEM i32[ctas + 1, 8]
+    q_norm: object = None  # with attention.norm_eps: GMEM [head_dim], the scale
+    k_norm: object = None
+    k_pool: object = None  # GMEM [blocks, ..]
+    v_pool: object = None
+    parts_of_heads: object = None  # GMEM f32[T heads PARTS, head_dim]
+    part_stats: object = None  # GMEM f32[T heads PARTS, 2]
     w_tile: object = None  # SMEM [slots, 128, 64]
     x_tile: object = None  # SMEM [token stages, T8, 128]
-    scratch: object = None  # SMEM f32[8]
+    scratch: object = None  # SMEM f32[config.scratch_floats]
     barriers: object = None  # SMEM i32[4 (slots + token stages)], of mbarriers
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig):
-    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch).
+def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=()):
+    """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch, pools).
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
-    before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero.
+    before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero, and
+    with several ranks the arrays of layer_tail_ranks_sm90.exchange.
+
+    With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
+    f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
+    of that norm. keys = (cos, sin f32[T, head_dim / 2], block_table i32[R, columns], tail_attention.plan, the scales of
+    the norms of queries and keys if it has norms, k pool, v pool); the result's pools have the new keys and values.
     """
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
-    if c.rows > 8 and c.rows % 8:
+    if c.rows > 8 and c.rows % 8 and c.attention is None:
         a = jnp.pad(a, ((0, c.rows8 - c.rows), (0, 0)))  # TMA takes whole groups of 8 rows; past the end it gives 0
     has_next = len(c.products) == 4
     shape = lambda width, dtype=DTYPE, height=c.rows8: jax.ShapeDtypeStruct((height, width), dtype)
     summed = [p for p in c.products if not p.gated]
-    out_type = [shape(c.hidden) for _ in range(4)] + [shape(c.products[1].widths[0])]
+    # x2 and `out` have T rows: XLA keeps two launches with a slice between them out of a CUDA graph.
+    out_type = [shape(c.hidden, height=c.rows if i == 1 else c.rows8) for i in range(4)] + [
+        shape(c.products[1].widths[0])
+    ]
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
-    out_type += [shape(c.hidden, DTYPE, c.ranks * c.rows8)] * (2 if c.ranks > 1 else 0)
-    out_type += [shape(c.products[3].width)] if has_next else []
-    used, cleared = (jax.new_ref(y) for y in counters)
+    gives_rows, attends = has_next and not c.gives_sums, c.attention is not None
+    out_type += [shape(c.products[3].width, height=c.rows)] if gives_rows else []
+    out_type += tail_attention.part_shapes(c) if attends else ()
+    pools = [jax.new_ref(pool) for pool in keys[-2:]] if attends else []
+    used, cleared, *shared = (jax.new_ref(y) for y in counters)
     flat = [w for group in weights for w in group]
 
     def layer_tail(*refs):  # the kernel's name in a profile
         take = iter(refs)
         some = lambda arrays: tuple(next(take) for _ in arrays)
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
-        given |= dict(counters=next(take), cleared=next(take))
+        given |= dict(counters=next(take), cleared=next(take), exchange=some(shared))
+        if attends:
+            given |= dict(rows=given["a"], a=None, row_squares=next(take) if c.attention.sums else None)
+            normed = ("q_norm", "k_norm") if c.attention.norm_eps is not None else ()
+            given |= {n: next(take) for n in ("cos", "sin", "block_table", "plan", *normed, "k_pool", "v_pool")}
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
-        given |= dict(squares=some(norms), parts=some(summed), sent=some(norms if c.ranks > 1 else ()))
-        _kernel(c, _Refs(**given, out=next(take) if has_next else None))
+        given |= dict(squares=some(norms), parts=some(summed))
+        given |= dict(out=next(take) if gives_rows else None)
+        _kernel(c, _Refs(**given, **({n: next(take) for n in ("parts_of_heads", "part_stats")} if attends else {})))
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
-    results = call(a, x, *flat, *norms, used, cleared)
-    rows_out = results[-1][: c.rows] if has_next else None
-    return results[1][: c.rows], rows_out, (jax.freeze(cleared), jax.freeze(used))
+    a, *squares = a if isinstance(a, tuple) else (a,)
+    results = call(a, x, *flat, *norms, used, cleared, *shared, *squares, *keys[:-2], *pools)
+    rows_out = results[-3 if attends else -1] if has_next else None
+    if c.gives_sums:
+        rows_out = rows_out, results[6]
+    counters = tuple(map(jax.freeze, (cleared, used, *shared)))
+    return results[1], rows_out, counters, tuple(jax.freeze(pool) for pool in pools)
 
 
 def _rings(cfg: LayerTailConfig) -> tuple[Ring, Ring]:
@@ -120,7 +156,8 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
     """One CTA: allocates, then gives each warpgroup its role."""
 
     def roles(w_tile, x_tile, scratch, barriers):
-        refs = dataclasses.replace(given, w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers)
+        own = dict(w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers)
+        refs = dataclasses.replace(given, **own)
         wg = lax.axis_index("wg")
         _start(cfg, refs)
         lax.switch(wg, [lambda: _compute(cfg, refs), lambda: _load_weights(cfg, refs), lambda: _load_tokens(cfg, refs)])
@@ -128,7 +165,8 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
     w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), DTYPE, transforms=block_transforms(_WEIGHT_BLOCK))
     x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), DTYPE, transforms=block_transforms((cfg.rows8, BLOCK)))
     barriers = plgpu.SMEM((4 * (cfg.slots + cfg.token_stages),), jnp.int32)
-    pl.run_scoped(roles, w_tile, x_tile, plgpu.SMEM((8,), jnp.float32), barriers, collective_axes="wg")
+    shared = [w_tile, x_tile, plgpu.SMEM((cfg.scratch_floats,), jnp.float32), barriers]
+    pl.run_scoped(roles, *shared, collective_axes="wg")
 
 
 def _start(cfg: LayerTailConfig, refs: _Refs):
@@ -145,8 +183,6 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
         place = arrivals.address(cleared, counter)
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
         ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
-        if cfg.ranks > 1:
-            ranks.clear(cfg, cleared, ptx.scalar_value(cta))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
         ptx.asm("bar.sync 0;", "")
 
@@ -252,6 +288,13 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
         @when(cta < p.units)
         def _():
+            if i == 0 and cfg.attention is not None:
+                tail_attention.load_merged(cfg, refs, ring, share, before)
+                return
+            if i == 3 and cfg.adds_directly:
+                live = refs.plan[cfg.ctas, tail_attention.LIVE]
+                tail_sums.load_added(cfg, refs, ring, _place(p, cta)[0], share, before, live)
+                return
             if i == 2:
                 arrivals.wait_before_tma(refs.counters, arrivals.stored_for(cfg, 1, share), arrivals.group_size(cfg, 1))
             lax.fori_loop(0, p.blocks, block, jnp.int32(0))
@@ -261,6 +304,8 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
 def _compute(cfg: LayerTailConfig, refs: _Refs):
     cta = lax.axis_index("cta")
+    if cfg.attention is not None:
+        tail_attention.attend(cfg, refs)
     parts = iter(refs.parts)
     summed = {i: next(parts) for i, p in enumerate(cfg.products) if not p.gated}
 
@@ -279,6 +324,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             else:
                 for j, acc in enumerate(accs):
                     _store_columns(cfg, summed[i], acc, share * cfg.rows8, (strip * p.pieces + j) * PIECE)
+            if i == 3 and cfg.gives_sums:
+                return
             strip_group = lax.div(strip, jnp.int32(p.strips // arrivals.groups(cfg, i)))
             arrivals.arrive(refs.counters, arrivals.stored_for(cfg, i, strip_group))
 
@@ -288,6 +335,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < cfg.rows * cfg.shares)
         def _():
             row, share_of_row = lax.rem(cta, jnp.int32(cfg.rows)), lax.div(cta, jnp.int32(cfg.rows))
+            if (i == 3 and cfg.gives_sums) or (i == 2 and cfg.adds_directly and len(cfg.products) == 4):
+                return
             if i == 3:
                 _add_rows(cfg, p, refs, summed[i], row, share_of_row)
             else:
@@ -370,7 +419,7 @@ def _token_factors(cfg: LayerTailConfig, squares, norm: int):
             for k in range(2):
                 if token + k not in known:
                     place = arith.addi(base, ptx.i64((token + k) * SHARES * 4))
-                    known[token + k] = _factor(cfg, place, norm)
+                    known[token + k] = norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[norm])
                 values.append(known[token + k])
         rows.fill(fragment, lambda i: values[2 * i : 2 * i + 2])
         return fragment
@@ -378,39 +427,22 @@ def _token_factors(cfg: LayerTailConfig, squares, norm: int):
     return factors(squares)
 
 
-def _factor(cfg: LayerTailConfig, place, norm: int):
-    """1 / sqrt(mean + eps) of the sums of squares at this address."""
-    names = ", ".join(f"${i}" for i in range(cfg.shares))
-    kind = {1: "f32 $0", 2: f"v2.f32 {{{names}}}", 4: f"v4.f32 {{{names}}}"}[cfg.shares]
-    text = f"ld.global.cg.{kind}, [${cfg.shares}];"
-    outs = ",".join(["=f"] * cfg.shares)
-    if cfg.shares == 1:
-        total = ptx.asm_value(text, f"{outs},l", place)
-    else:
-        total, *more = ptx.asm_values(text, f"{outs},l", cfg.shares, place)
-        for value in more:
-            total = arith.addf(total, value)
-    mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / cfg.hidden)), ptx.f32(cfg.eps[norm]))
-    return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
-
-
 def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number):
     """A share of a token's columns: x += sums of product i; x times the norm's scale; the sum of squares of x."""
     p, norm = cfg.products[i], i // 2
     old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
     given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
-    sent = refs.sent[norm : norm + 1]
-    types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(sent))
+    types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(refs.exchange))
 
     @plgpu.inline_mgpu(arg_types=types)
-    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number, cta, *sent):
+    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number, cta, *exchange):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
         arrivals.one_thread_waits(cfg, i, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
-        if sent:
-            fours = ranks.sum_over_ranks(ctx, cfg, i, share, *sent, counters, ptx.scalar_value(cta), fours)
+        if cfg.ranks > 1:
+            fours = ranks.sum_over_ranks(cfg, i, share, exchange, ptx.scalar_value(cta), fours)
         fours = [
             [arith.addf(a, b) for a, b in zip(floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
         ]
@@ -437,7 +469,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
-    add_up(*given, row, number, lax.axis_index("cta"), *sent)
+    add_up(*given, row, number, lax.axis_index("cta"), *refs.exchange)
 
 
 def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
@@ -449,7 +481,7 @@ def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
         arrivals.one_thread_waits(cfg, 3, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
-        factor = _factor(cfg, place, 1)
+        factor = norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[1])
         fours = share.sums(parts, p.splits, cfg.rows8)
         share.store(out, [[arith.mulf(y, factor) for y in four] for four in fours])
 

@@ -8,8 +8,9 @@ TILE_ROWS = 16  # rows of x that a CTA multiplies, at most
 MAX_ROWS = 64
 """Rows up to which the packed product is faster than a product with the dequantised matrix."""
 MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
-RESIDENT = 4  # warpgroups of 128 threads that an SM runs at the same time, at 128 registers a thread
+SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
+COPIES = 4  # pieces of x that a thread copies at a time
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 
 
@@ -32,7 +33,6 @@ class PackedProductConfig:
     across: int = 4  # warps of a CTA side by side: each has other columns
     along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
-    tiled: bool = False
 
     @property
     def columns(self) -> int:
@@ -106,9 +106,20 @@ class PackedProductConfig:
         return -(-16 * self.row_pieces // 128) * 128 + 64
 
     @property
+    def has_offset(self) -> bool:
+        """Are the numbers of the codes too large by something that is taken off the sums?"""
+        return self.has_zeros or self.format == "int4"
+
+    @property
+    def row_start(self) -> int:
+        """Bytes of shared memory before the rows of x: of the sums, then of the sums of inputs of each run."""
+        runs = self.row_pieces // (4 * self.run)
+        return 4 * (self.sum_floats + (runs * self.tile_rows if self.has_offset else 0))
+
+    @property
     def shared_floats(self) -> int:
-        """Of a CTA: sums, then rows of x."""
-        return self.sum_floats + min(self.tile_rows, self.rows) * self.row_bytes // 4
+        """Of a CTA."""
+        return (self.row_start + min(self.tile_rows, self.rows) * self.row_bytes) // 4
 
 
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
@@ -136,37 +147,63 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     if c.unroll and c.splits:
         refuse(4 * c.shared_floats > SHARED_BYTES, f"{4 * c.shared_floats} bytes of shared memory: too many")
     warps = c.across * c.along
-    refuse(c.across not in (1, 2, 4) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
+    refuse(c.across not in (1, 2, 4, 8, 16) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
     refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")
     return reasons
 
 
+WARPS = ((4, 2), (1, 8), (1, 16), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1))
+"""Side by side, and along the inner dimension. With 16 rows a thread needs more than 128 registers unless its CTA has
+512 threads. Of 8-bit codes four warps side by side read 256 bytes of a row; fewer were slower."""
+
+
 @functools.lru_cache(maxsize=4096)
 def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductConfig | None:
-    """The config of these sizes with the fastest parts by `cost`; None where the kernel does not serve them."""
+    """The config of these sizes that is the fastest by `cost`; None where the kernel does not serve them."""
     base = PackedProductConfig(**fields)
-    unrolls = (2, 1) if BITS.get(base.format) == 4 else (1,)
-    for unroll in unrolls:
-        depth = 6 // unroll // (base.tile_rows // 8)
-        ways = [
-            dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
-            for across, along in ((4, 1), (4, 2), (4, 4), (1, 8), (1, 16))
-            for splits in range(1, MAX_SPLITS + 1)
-        ]
-        ways = [way for way in ways if not supports(way, chip=chip)]
-        if ways:
-            return min(ways, key=lambda way: cost(way, processors))
+    for unroll in (2, 1) if BITS.get(base.format) == 4 else (1,):
+        best = min(_ways(base, unroll, chip), key=lambda way: cost(way, processors), default=None)
+        if best is not None:
+            return best
     return None
 
 
-def cost(config: PackedProductConfig, processors: int) -> float:
-    """About the time of a launch, in steps of one warpgroup.
+def _ways(base: PackedProductConfig, unroll: int, chip: str):
+    """Every division of the work that the kernel serves."""
+    depth = (8 if base.tile_rows == 8 else 6) // unroll if BITS.get(base.format) == 4 else 2
+    for across, along in WARPS:
+        if base.tile_rows == 16 and across * along < MAX_WARPS or BITS.get(base.format) == 8 and across < 4:
+            continue
+        for splits in range(1, MAX_SPLITS + 1):
+            way = dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
+            if not supports(way, chip=chip):
+                steps = -(-way.chunks // way.parts)  # few: short code, which is read from memory, too, matters more
+                yield dataclasses.replace(way, depth=min(depth, steps, 64 if steps > 8 else 4 // unroll))
 
-    The busiest SM counts. With fewer than RESIDENT warpgroups it does not keep the memory busy. Each part and each CTA
-    of a cluster adds to the sum at the end.
+
+READ_RATE, SM_RATE = 3.75e6, 26e3
+"""Bytes a microsecond: of all CTAs with up to 8 rows; of the one CTA of an SM with 16, which has much to multiply."""
+ROUND, START, TURN, NEEDED_WARPS = 2.0, 1.4, 0.3, 1600
+PEER = 0.1  # of each CTA of a cluster after the first
+
+
+def cost(config: PackedProductConfig, processors: int) -> float:
+    """About the microseconds of a launch, without what all launches need; measured on an H200.
+
+    With few rows memory is shared by all CTAs that run, so what counts is that they run in few rounds. Clusters of more
+    than two CTAs do not fit on every SM: some groups of SMs have an odd number.
     """
     c = config
-    ctas = -(-c.strips * c.tiles * c.splits // processors)  # of the busiest SM
-    steps = -(-c.chunks // c.parts) + 1
-    busy = min(ctas * c.warpgroups, RESIDENT) / RESIDENT
-    return ctas * c.warpgroups * steps / busy + 0.25 * c.parts
+    warps, shared = c.across * c.along, 4 * c.shared_floats + 1024
+    slots = min(MAX_WARPS // warps, SM_SHARED_BYTES // shared)
+    usable = processors * slots * (5 if c.splits <= 2 else 4) // 5
+    ctas = c.strips * c.tiles * c.splits
+    rounds = -(-c.strips * c.tiles // max(usable // c.splits, 1))
+    of_cta = c.strip * c.inner * BITS[c.format] / 8 / c.splits
+    turns = -(-min(c.tile_rows, c.rows) * c.row_pieces // (32 * warps * COPIES))
+    small = PEER * (c.splits - 1) + 0.02 * c.parts
+    if c.tile_rows == 16:
+        return rounds * (of_cta / SM_RATE + START + TURN * turns) + small
+    read = of_cta * ctas / READ_RATE / min(1.0, ctas / processors) ** 0.5
+    read /= min(1.0, min(ctas, processors * slots) * warps / NEEDED_WARPS)
+    return read + (rounds - 1) * ROUND / slots + 0.2 / slots + rounds * TURN * turns + small

@@ -2,15 +2,16 @@
 
     y[token, column] = sum over groups of  scale[group, column] * sum over its inputs of  x[token, input] * code
 
-The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, the next step's before it
-multiplies this step's. It turns the codes into bfloat16 in registers (packed_codes_sm90.py), in which they are exact,
-and multiplies them with mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not depend on the
-order of its inner dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
+The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, `depth` steps before it uses them;
+the rows of x are in shared memory. It turns the codes into bfloat16 in registers (packed_codes_sm90.py), in which they
+are exact, and multiplies them with mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not
+depend on the order of its inner dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a
+block of 32:
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
-Sums are scaled in float32 at the end of each group. The warpgroups of a CTA and the CTAs of a cluster share the inner
-dimension. They write their sums to shared memory, and each adds up some of them, always in the same order.
+Sums are scaled in float32 at the end of each group. Warps of a CTA and the CTAs of a cluster share the inner dimension.
+They write their sums to shared memory, and each adds up some of them, always in the same order.
 
 Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows).
 """
@@ -30,7 +31,7 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, TILE_ROWS, PackedProductConfig, supports
+from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, TILE_ROWS, PackedProductConfig, supports
 
 Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
 """values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
@@ -176,15 +177,15 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
     rows = []
     for n in range(cfg.tile_rows // 8):
         row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
-        rows.append(ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(t, 16)))
+        rows.append(ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(t, 16)))
 
     def turn(k, carry):
         slots, acc = carry
         for j in range(cfg.depth):
             i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
-            xs = functools.partial(_load_rows, cfg, rows, arith.subi(at(i), begin))
             _hold()
-            acc = _where(is_step(i), lambda acc=acc, j=j, xs=xs: _multiply_chunk(cfg, slots[j], xs(), acc), acc)
+            rows_of_step = functools.partial(_load_rows, cfg, base, rows, arith.subi(at(i), begin))
+            acc = _where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], rows_of_step, acc), acc)
             slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
         return slots, acc
 
@@ -194,25 +195,55 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
 
 
 def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
-    """The CTA's part of the rows of x to SMEM, behind the sums: [rows, row_bytes]."""
+    """The CTA's part of the rows of x to SMEM, [rows, row_bytes], and the sums of the inputs of each run.
+
+    Each thread copies some pieces of 8 inputs. The sums, [runs, tile_rows], are those of threads side by side.
+    """
     threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
-    rows = min(cfg.tile_rows, cfg.rows)
-    for start in range(0, rows * pieces, threads):
-        number = ptx.add(own, ptx.i32(start))
-        row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
-        column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
-        is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
-        to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
-        source = _place(here.x, row, ptx.i32(cfg.inner), column, 2)
-        text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
-        ptx.asm(text, "r,l,r", to, source, ptx.bool_to_i32(is_used))
+    count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
+    some = min(count, COPIES)
+
+    def turn(k, carry):
+        loaded = []
+        for i in range(some):
+            number = ptx.add(own, ptx.mul(k, some * threads), ptx.i32(i * threads))
+            row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
+            column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
+            is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
+            is_used = ptx.bool_to_i32(is_used)
+            words = _load([_place(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
+            loaded.append((row, piece, is_used, words))
+        for row, piece, is_used, words in loaded:
+            to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
+            text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }"
+            ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
+            if cfg.has_offset:
+                _store_sum_of_inputs(cfg, base, row, piece, is_used, words)
+        return carry
+
+    _loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
     _wait_for_rows()
+
+
+def _store_sum_of_inputs(cfg: PackedProductConfig, base, row, piece, is_used, words):
+    floats, of_run = [ptx.float_of_bf16(word, half) for word in words for half in range(2)], 4 * cfg.run
+    while len(floats) > 1:
+        floats = [arith.addf(floats[i], floats[i + 1]) for i in range(0, len(floats), 2)]
+    total, distance = floats[0], 1
+    while distance < of_run:
+        total, distance = arith.addf(total, ptx.shuffle_xor(total, distance)), 2 * distance
+    if not cfg.has_zeros:
+        total = arith.mulf(total, ptx.f32(-codes.offset(cfg.format)))
+    run, inside = arith.divui(piece, ptx.i32(of_run)), arith.remui(piece, ptx.i32(of_run))
+    to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(run, 4 * cfg.tile_rows), ptx.mul(row, 4))
+    first = arith.select(ptx.equal(inside, ptx.i32(0)), is_used, ptx.i32(0))
+    ptx.asm("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", to, total, first)
 
 
 def _wait_for_rows():
     """What the threads of the CTA copied is there."""
-    ptx.asm("cp.async.wait_all; bar.sync 0;", "")
+    ptx.asm("bar.sync 0;", "")
 
 
 def _hold():
@@ -226,9 +257,11 @@ def _loop(count, carry, step):
 
 
 def _where(condition, compute, otherwise):
-    """compute() where the condition holds for the warp, else the other values."""
-    values, tree = jax.tree.flatten(otherwise)  # a branch also keeps the compiler from mixing steps, for which it has
-    # too few registers
+    """compute() where the condition holds for the warp, else the other values.
+
+    The branch also keeps ptxas from mixing the instructions of several steps, for which it has too few registers.
+    """
+    values, tree = jax.tree.flatten(otherwise)
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):
         scf.yield_(jax.tree.leaves(compute()))
@@ -252,21 +285,28 @@ def _load(places: list, words: int, is_used, cached: bool = True) -> list:
     return ptx.asm_values(text + "}", constraints, count, *places, is_used)
 
 
-def _in_fours(words: list, each: int) -> list:
+def _divided(words: list, each: int) -> list:
     return [words[i : i + each] for i in range(0, len(words), each)]
 
 
-def _load_rows(cfg: PackedProductConfig, rows, chunk) -> list:
-    """[block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block."""
+def _load_rows(cfg: PackedProductConfig, base, rows, chunk) -> tuple[list, list]:
+    """([block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block, [run][tile of 8 rows][2] sums)"""
     at = ptx.mul(chunk, 2 * BLOCK * cfg.unroll)
     text = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
     one = lambda row, b: ptx.asm_values(text.format(2 * BLOCK * b), "=r,=r,=r,=r,r", 4, ptx.add(row, at))
-    return [[one(row, b) for row in rows] for b in range(cfg.unroll)]
+    xs = [[one(row, b) for row in rows] for b in range(cfg.unroll)]
+    if not cfg.has_offset:
+        return xs, []
+    runs, t = cfg.unroll // cfg.run, ptx.lane_position()[1]
+    start = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(chunk, 4 * runs * cfg.tile_rows), ptx.mul(t, 8))
+    text = "ld.shared.v2.f32 {{$0, $1}}, [$2+{}];"
+    pair = lambda run, n: ptx.asm_values(text.format(4 * (run * cfg.tile_rows + 8 * n)), "=f,=f,r", 2, start)
+    return xs, [[pair(run, n) for n in range(len(rows))] for run in range(runs)]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Places:
-    """Where a thread's weights of the first input are: i64 addresses, and i32 bytes from one row of an array to the next."""
+    """Where a thread's weights of the first input are: i64 addresses, and i32 bytes from row to row of an array."""
 
     values: object
     value_row: object
@@ -279,16 +319,6 @@ class _Places:
 def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
     size, scale = (4 if BITS[cfg.format] == 4 else 1), _bytes(cfg.scale_dtype)
     row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
-    if cfg.tiled:
-        g = ptx.lane_position()[0]
-        panel = arith.divui(arith.subi(column, ptx.mul(g, cfg.columns)), ptx.i32(8 * cfg.columns))
-        inside = ptx.mul(ptx.lane_position()[2], 16)
-        start = arith.addi(here.values, arith.muli(ptx.to_i64(panel), ptx.i64(cfg.inner * 16)))
-        return _Places(
-            values=arith.addi(start, ptx.to_i64(inside)), value_row=ptx.i32(128),
-            scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
-            zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
-        )  # fmt: skip
     return _Places(
         values=_place(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
         scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
@@ -303,15 +333,13 @@ def _rows_on(start, row, row_bytes):
 
 def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> tuple[list, list, list]:
     """(codes of each block, words of scales of each run, words of zero points of each run)"""
-    rows = 4 if BITS[cfg.format] == 4 else BLOCK  # of a block
-    starts, scales, zeros = [], [], []
-    for b in range(cfg.unroll):
-        first = ptx.add(ptx.mul(chunk, cfg.unroll * rows), ptx.i32(b * rows))
-        more = range(1 if BITS[cfg.format] == 4 else 8)
-        starts += [_rows_on(places.values, ptx.add(first, ptx.i32(k)), places.value_row) for k in more]
-    each = 4 if BITS[cfg.format] == 4 else cfg.columns // 4
-    loaded = _in_fours(_load(starts, each, is_used, cached=False), each)
-    values = loaded if BITS[cfg.format] == 4 else _in_fours(loaded, 8)
+    is_four = BITS[cfg.format] == 4
+    rows, own, words = (4, 1, 4) if is_four else (BLOCK, 8, cfg.columns // 4)  # of a block; of the thread; of a row
+    first = ptx.mul(chunk, cfg.unroll * rows)
+    steps = [b * rows + k for b in range(cfg.unroll) for k in range(own)]
+    starts = [_rows_on(places.values, ptx.add(first, ptx.i32(step)), places.value_row) for step in steps]
+    loaded = _divided(_load(starts, words, is_used, cached=False), words)
+    values, scales, zeros = loaded if is_four else _divided(loaded, 8), [], []
     for b in range(0, cfg.unroll, cfg.run):
         group = _group(cfg, chunk, b)
         if not cfg.is_whole:
@@ -346,35 +374,32 @@ def _float(cfg: PackedProductConfig, words, i: int):
     return ptx.float_of_f16(words[i // 2], i % 2)
 
 
-def _multiply_chunk(cfg: PackedProductConfig, weights, xs, acc) -> list:
+def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
     """acc + the products of a step.
 
-    Where codes stand for numbers less an offset (of the format, or a zero point), mma multiplies the codes, and the
-    offset times the sum of the inputs is taken off at the end of the run: a subtraction of a sum, not of each weight.
-    That sum of inputs is mma's, too, with a matrix of ones.
+    Where codes stand for numbers less an offset (of the format, and a zero point), mma multiplies the codes, and the
+    offset times the sum of the inputs is taken off each sum: one subtraction for a run, not one for each weight.
     """
     values, scales, zeros = weights
-    has_offset = cfg.has_zeros or codes.offset(cfg.format) != 0.0
-    ones = [ptx.i32(0x3F803F80)] * 4
+    xs, of_inputs = load_rows()
     for first in range(0, cfg.unroll, cfg.run):
         run = first // cfg.run
-        sums = acc if cfg.is_whole and not has_offset else [[[ptx.f32(0.0)] * 4 for _ in tiles] for tiles in acc]
+        if cfg.has_offset and not cfg.has_zeros:  # of_inputs has the offset
+            sums = _each(acc, lambda i, n, e, m, run=run: of_inputs[run][n][e % 2])
+        else:
+            sums = acc if cfg.is_whole and not cfg.has_offset else _each(acc, lambda i, n, e, m: ptx.f32(0.0))
         sums = [list(tiles) for tiles in sums]
-        of_inputs = [[ptx.f32(0.0)] * 4 for _ in acc[0]]
         for b in range(first, first + cfg.run):
             pairs = [_pairs(cfg, values[b], i) for i in range(cfg.columns)]
             for s in range(2):
-                at = lambda n, b=b, s=s: xs[b][n][2 * s : 2 * s + 2]
-                if has_offset:
-                    of_inputs = [ptx.mma(ones, at(n), old, "bfloat16") for n, old in enumerate(of_inputs)]
                 for m, tiles in enumerate(sums):
                     low, high = pairs[2 * m], pairs[2 * m + 1]
                     a = low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]
                     for n in range(len(tiles)):
-                        tiles[n] = ptx.mma(a, at(n), tiles[n], "bfloat16")
-        if has_offset:
-            sums = _without_offsets(cfg, sums, of_inputs, zeros[run] if zeros else None)
-        acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run], has_offset)
+                        tiles[n] = ptx.mma(a, xs[b][n][2 * s : 2 * s + 2], tiles[n], "bfloat16")
+        if cfg.has_zeros:
+            sums = _without_offsets(cfg, sums, of_inputs[run], zeros[run])
+        acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run])
     return acc
 
 
@@ -385,19 +410,16 @@ def _each(acc, function) -> list:
 
 
 def _without_offsets(cfg: PackedProductConfig, sums, of_inputs, zeros) -> list:
-    """sums - offset of the column * sum of the row's inputs."""
+    """sums - (offset of the format + zero point of the column) * sum of the row's inputs."""
     offset = ptx.f32(-codes.offset(cfg.format))
-    offsets = [offset] * cfg.columns
-    if zeros is not None:
-        zero = [ptx.float_of_byte(zeros[i // 4], i % 4) for i in range(cfg.columns)]
-        offsets = [arith.subf(offset, z) for z in zero]
-    return _each(sums, lambda i, n, e, m: ptx.fma(offsets[i], of_inputs[n][e], sums[m][n][e]))
+    offsets = [arith.subf(offset, ptx.float_of_byte(zeros[i // 4], i % 4)) for i in range(cfg.columns)]
+    return _each(sums, lambda i, n, e, m: ptx.fma(offsets[i], of_inputs[n][e % 2], sums[m][n][e]))
 
 
-def _scaled(cfg: PackedProductConfig, acc, sums, words, is_apart: bool) -> list:
+def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
     """acc + scales * sums."""
     if words is None:
-        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if is_apart else sums
+        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if cfg.has_offset else sums
     factors = [_float(cfg, words, i) for i in range(cfg.columns)]
     return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 

@@ -213,6 +213,50 @@ def shuffle_xor(value, distance: int):
     return asm_value(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=f,f", value)
 
 
+def _predicated(kind: str, count: int, cached: str) -> str:
+    """A load of `count` values under the predicate of the last operand; zeros without it."""
+    names = [f"${i}" for i in range(count)]
+    zeros = "".join(f" mov.b32 {name}, 0;" for name in names)
+    target = "{" + ", ".join(names) + "}" if count > 1 else names[0]
+    vector = f"v{count}." if count > 1 else ""
+    load = f"@p ld.global.{cached}.{vector}{kind} {target}, [${count}];"
+    return f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, 0;{zeros} {load} }}"
+
+
+def load_word(place, mask):
+    """i32 that no thread of the launch writes; 0 without the mask."""
+    return asm_value(_predicated("b32", 1, "nc"), "=&r,l,r", place, bool_to_i32(mask), pure=True)
+
+
+def load_words(place, mask=None):
+    """4 words that no thread of the launch writes; 0 without the mask. mask None: all threads load."""
+    if mask is None:
+        return asm_values("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", 4, place, pure=True)
+    return asm_values(_predicated("b32", 4, "nc"), "=&r,=&r,=&r,=&r,l,r", 4, place, bool_to_i32(mask), pure=True)
+
+
+def load_floats(place):
+    """8 f32 that no thread of the launch writes."""
+    text = "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];"
+    return [x for i in (0, 16) for x in asm_values(text, "=f,=f,=f,=f,l", 4, arith.addi(place, i64(i)), pure=True)]
+
+
+def load_now(place, mask):
+    """4 f32 that other CTAs may have written; 0 without the mask."""
+    return asm_values(_predicated("f32", 4, "cg"), "=&f,=&f,=&f,=&f,l,r", 4, place, bool_to_i32(mask))
+
+
+def store_words(place, words, mask):
+    """4 words under a mask."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
+    asm(text, "l,r,r,r,r,r", place, bool_to_i32(mask), *words)
+
+
+def shuffle_xor_word(word, distance: int):
+    """The i32 of lane (own ^ distance) of the warp."""
+    return asm_value(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=r,r", word)
+
+
 def transpose_8x8(word):
     """Transposes an 8 x 8 matrix of 16-bit values, two in each lane of the warp."""
     return asm_value("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word)
@@ -241,7 +285,8 @@ def mma(a, b, c, dtype: str):
 def mma_8(a, b, dtype: str):
     """a b in f32: a [16, 8] in 2 words, b [8, 8] in 1 word; 4 floats."""
     kind, zero = {"bfloat16": "bf16", "float16": "f16"}[dtype], f32(0.0)
-    text = f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32 {{$0, $1, $2, $3}}, {{$4, $5}}, {{$6}}, {{$7, $7, $7, $7}};"
+    text = f"mma.sync.aligned.m16n8k8.row.col.f32.{kind}.{kind}.f32"
+    text += " {$0, $1, $2, $3}, {$4, $5}, {$6}, {$7, $7, $7, $7};"
     return asm_values(text, "=f,=f,=f,=f,r,r,r,f", 4, *a, b, zero, pure=True)
 
 

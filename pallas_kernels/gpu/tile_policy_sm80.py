@@ -36,6 +36,8 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
     known = CHIPS.get(chip, CHIPS["sm_86"])  # supports_sm80.py refuses another chip
     fields = dict(given)
     config = WarpKernelConfig(chip=chip, **_variants(rows, fields) | fields)
+    if config.quantised and config.v_head_dim > known.lazy_columns:
+        config = dataclasses.replace(config, lazy_rescale=fields.get("lazy_rescale", False))
     tiles = {} if {"stages", "tile_halves"} & fields.keys() else measured_tiles(config)
     tiles = dict(tiles or largest_tiles(config, fields.get("tile_halves")))
     tiles["num_ctas"] = tiles.pop("ctas") * (processors or known.processors)

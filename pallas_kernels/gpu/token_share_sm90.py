@@ -36,9 +36,11 @@ class TokenShare:
             yield quad, ptx.bool_to_i32(inside)
 
     def at(self, ref, quad, size: int, row=None):
-        row = self.row if row is None else row
+        return self._from(ptx.pointer(ref, 0), quad, size, self.row if row is None else row)
+
+    def _from(self, base, quad, size: int, row):
         place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(self.width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
-        return arith.addi(ptx.pointer(ref, 0), arith.muli(place, ptx.i64(size)))
+        return arith.addi(base, arith.muli(place, ptx.i64(size)))
 
     def words(self, ref, row=None):
         """Two words of bf16 of each four."""
@@ -58,12 +60,16 @@ class TokenShare:
             totals.append(first)
         return totals
 
-    def store(self, ref, fours, row=None):
+    def store(self, ref, fours):
         """Rounds each four to bf16; the rounded values as f32."""
+        return self.store_at(ptx.pointer(ref, 0), fours, self.row)
+
+    def store_at(self, base, fours, row):
+        """The same into an array [.., width] at the address `base`."""
         rounded = []
         for (quad, ok), four in zip(self.quads, fours, strict=True):
             words = packed(four)
-            ptx.asm(_STORE2, "l,r,r,r", self.at(ref, quad, 2, row), ok, *words)
+            ptx.asm(_STORE2, "l,r,r,r", self._from(base, quad, 2, row), ok, *words)
             rounded.append(floats(words))
         return rounded
 
@@ -74,3 +80,19 @@ def packed(four):
 
 def floats(words):
     return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+
+
+def norm_factor(place, hidden: int, shares: int, eps: float):
+    """1 / sqrt(mean + eps) of the shares' sums of squares at this address."""
+    names = ", ".join(f"${i}" for i in range(shares))
+    kind = {1: "f32 $0", 2: f"v2.f32 {{{names}}}", 4: f"v4.f32 {{{names}}}"}[shares]
+    text = f"ld.global.cg.{kind}, [${shares}];"
+    outs = ",".join(["=f"] * shares)
+    if shares == 1:
+        total = ptx.asm_value(text, f"{outs},l", place)
+    else:
+        total, *more = ptx.asm_values(text, f"{outs},l", shares, place)
+        for value in more:
+            total = arith.addf(total, value)
+    mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / hidden)), ptx.f32(eps))
+    return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)

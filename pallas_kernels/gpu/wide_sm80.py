@@ -35,14 +35,15 @@ def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
 def _softmax_step(cfg: WarpKernelConfig, x, c, m, total, acc):
     """(p f32, new m, rescaled total with p's sum, rescaled acc). total: what the lanes of a row have is to be added.
 
-    The maximum may be too small, by at most MOST_BELOW_MAXIMUM: it changes in few blocks after the first, and lanes
-    whose rows keep it do not rescale acc.
+    With lazy_rescale the maximum may be too small, by at most MOST_BELOW_MAXIMUM: it changes in few blocks after the
+    first, and lanes whose rows keep it do not rescale acc.
     """
     top = lanes.row_maxima(x) * c
     new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m) if cfg.lazy_rescale else jnp.maximum(m, top)
     alpha = jnp.exp2(m - new_m)
     p = jnp.exp2(x * c - across_columns(new_m, x.shape))
-    return p, new_m, total * alpha + lanes.lane_sums(p), wide_mma.rescaled(acc, alpha)
+    acc = wide_mma.rescaled(acc, alpha) if cfg.lazy_rescale else acc * across_columns(alpha, acc.shape)
+    return p, new_m, total * alpha + lanes.lane_sums(p), acc
 
 
 def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):

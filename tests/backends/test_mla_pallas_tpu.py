@@ -58,6 +58,16 @@ def test_refuses_with_the_reason_and_auto_takes_another(name):
     assert MLAAttention(spec, cache_spec, platform=chip).backend_name != "mla_pallas_tpu"
 
 
+def test_new_tokens_are_materialised_in_a_batch_that_may_have_a_long_prompt():
+    """Where a layer's mask and logits do not depend on positions, beyond causality."""
+    build = lambda n, spec=DEEPSEEK: MLAAttention(spec, mla_cache_spec(spec, 8, 128), platform=V6E).build(
+        jattn.CommonAttentionMetadata.from_lengths([n], [n + 7], [[0, 1, 2, 3]], 128)
+    )
+    assert DEEPSEEK.mha_threshold == 170
+    assert build(341).new_tokens is not None and build(340).new_tokens is None
+    assert build(400, dataclasses.replace(DEEPSEEK, sliding_window=(99, 0))).new_tokens is None
+
+
 def test_refuses_keys_on_several_ranks():
     assert reasons(DEEPSEEK, mla_cache_spec(DEEPSEEK, 8, 64), V6E, (jattn.Feature.DCP,))
 
@@ -84,6 +94,7 @@ USER = MLASpec(
     **SIZES, mask_fn=lambda h, i, j: (i - j) % 3 != h, score_fn=lambda s, h, i, j: s + 0.1 * h - 0.01 * (i - j)
 )
 LONG = dict(queries=(1, 40, 0, 90, 2), totals=(1700, 300, 5, 90, 20))
+MATERIALISED = MLASpec(**SIZES | dict(v_head_dim=32), has_sinks=True, logits_soft_cap=2.0)
 INT8 = (("dtype", "int8"), ("quant", "per_tensor"))
 ROWS = {
     "decode": Row((1, 1, 0, 1, 1)[:4], (1600, 33, 0, 1)),
@@ -96,6 +107,8 @@ ROWS = {
     ),
     "every option, wide": Row((1, 40, 5, 9), (300, 90, 5, 20), ALL, wide=128, atol=4e-2),
     "functions of the user": Row((1, 40, 5, 9), (300, 90, 5, 20), USER, atol=4e-2),
+    "long prompts, alternating": Row(**LONG, spec=MATERIALISED, causal=(True, False, True, False, True)),
+    "long prompts, int8, wide, eager": Row(**LONG, spec=MATERIALISED, cache=INT8, wide=128, mode="eager"),
     "int8": Row(cache=INT8),
     "int8, wide, not causal": Row(cache=INT8, wide=128, causal=False),
 }  # fmt: skip

@@ -1,5 +1,6 @@
 """Steps of few tokens through jattn.nn.layer_tail, with formulas in place of its launch: which models, and numbers."""
 
+import dataclasses
 import functools
 import types
 
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 import jattn
 from jattn import models
 from jattn.device import Chip
-from jattn.models import decoder, quantising
+from jattn.models import decoder, quantising, tail_attention
 from jattn.models import layer_tail as taken
 from jattn.nn import Norm
 from jattn.nn import layer_tail as op
@@ -234,6 +235,7 @@ def test_ranks_add_up_their_parts_and_give_the_logits_of_one_device(ranks, hoppe
         psum = jax.lax.psum
         monkeypatch.setattr(jax.lax, "psum", lambda x, name: psum(x, axes if name == "tensor" else name))
         monkeypatch.setattr(op, "launch", summed)
+        monkeypatch.setattr(op, "exchange", lambda config: (jnp.zeros(1),) * 3)
     found = steps(config, params, mesh=mesh)
     assert len(hopper) == 2 * count and {c.ranks for c in hopper[count:]} == {ranks}
     assert {c.products[0].inner for c in hopper[count:]} == {512 // ranks}
@@ -279,3 +281,152 @@ def test_its_gradient_is_that_of_single_products(has_next, hopper):
     assert hopper and abs(value / wanted - 1) < 0.01
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
         assert far(*(np.asarray(y, np.float32) for y in (got, want))) < 0.02
+
+
+def attention_formulas(launches, rows, x, weights, scales, counters, config, keys):
+    """What the launch with attention computes, in numpy, from its plan: one token after the other."""
+    a, sums = config.attention, config.attention.sums
+    if sums:
+        parts, squares = (np.asarray(y, np.float32) for y in rows)
+        assert parts.shape[0] == sums * config.rows8
+        factor = 1 / np.sqrt(squares[: config.rows].sum(1) / config.hidden + a.eps)
+        rows = parts.reshape(sums, config.rows8, -1).sum(0)[: config.rows] * factor[:, None]
+    cos, sin, table, plan, *norms = (np.asarray(y) for y in keys[:-2])
+    pools = [np.array(pool) for pool in keys[-2:]]
+    live, count = plan[-1, :2]
+    out = np.zeros((config.rows, a.heads * a.head_dim), np.float32)
+    for token, unit, _, end, has_new, _, request, slot in plan[:-1]:
+        if token < 0 or not has_new:
+            continue
+        heads = np.asarray(rows[token], np.float32).reshape(-1, a.head_dim)
+        q, k, v = np.split(heads, [a.heads, a.heads + a.kv_heads])
+        if a.norm_eps is not None:
+            q, k = (
+                y / np.sqrt((y**2).mean(1, keepdims=True) + a.norm_eps) * (scale.astype(np.float32) + a.norm_one_plus)
+                for y, scale in zip((q, k), norms, strict=True)
+            )
+        half = a.head_dim // 2
+        q, k = (
+            np.concatenate([y[:, :half] * c - y[:, half:] * d, y[:, half:] * c + y[:, :half] * d], axis=1)
+            for c, d in [(cos[token], sin[token])]
+            for y in (q, k)
+        )
+        kv = unit // a.chunks
+        if slot >= 0:
+            for pool, new in zip(pools, (k, v), strict=True):
+                pool[slot // a.page, kv, slot % a.page] = new[kv]
+        begin = min(r[2] for r in plan[:-1] if tuple(r[:2]) == (token, unit))
+        past = [[pool[table[request, j // a.page], kv, j % a.page] for j in range(begin, end)] for pool in pools]
+        own = [np.array([*x, new[kv]], np.float32) for x, new in zip(past, (k, v), strict=True)]
+        for head in range(unit * a.together, (unit + 1) * a.together):
+            scores = own[0] @ q[head] * a.scale
+            p = np.exp(scores - scores.max())
+            out[token, head * a.head_dim :][: a.head_dim] = p @ own[1] / p.sum()
+    assert set(plan[:-1, 0]) - {-1} == set(range(live)) and count >= 1
+    plain = dataclasses.replace(config, attention=None)
+    after = formulas(launches, jnp.asarray(out, jnp.bfloat16), x, weights, scales, counters, plain)
+    launches[-1] = config
+    if config.gives_sums:  # of which the first CTA's is all
+        x2 = np.asarray(after[0], np.float32)
+        scale = np.asarray(scales[1], np.float32) + config.one_plus[1]
+        y = np.concatenate([x2 * scale @ np.asarray(w, np.float32) for w in weights[3]], axis=1)
+        parts = np.zeros((config.products[3].splits * config.rows8, y.shape[1]), np.float32)
+        parts[: config.rows] = y
+        squares = np.zeros((config.rows8, 4), np.float32)
+        squares[: config.rows, 1] = (x2**2).sum(1)
+        after = after[0], (jnp.asarray(parts), jnp.asarray(squares)), after[2]
+    return *after, tuple(jnp.asarray(pool) for pool in pools)
+
+
+@pytest.fixture
+def attending(monkeypatch):
+    """The list of launches, with attention where the model takes it, on a pretended H100."""
+    launches = []
+    on_chip(monkeypatch)
+    monkeypatch.setattr(jattn.device, "chip_of", lambda _: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(tail_attention, "TRIED_ONLY", False)
+    either = lambda *args: (attention_formulas if len(args) > 6 else formulas)(launches, *args)
+    monkeypatch.setattr(op, "launch", either)
+    return launches
+
+
+def decode_step(config, params, backend, new=(1, 0, 1, 1), lens=(70, 0, 1, 33), **changes):
+    """f32 (logits, caches) of a step of these requests, the third padded."""
+    page, rng = 16, np.random.default_rng(7)
+    table = rng.permutation(32).reshape(4, 8).astype(np.int32)
+    caches = config.make_caches(32, page, jnp.bfloat16)
+    normal = lambda pool: jnp.asarray(rng.normal(size=pool.shape), jnp.bfloat16)
+    caches = [dataclasses.replace(cache, k=normal(cache.k), v=normal(cache.v)) for cache in caches]
+    size = changes.pop("num_tokens", 4)
+    meta = jattn.CommonAttentionMetadata.from_lengths(list(new), list(lens), table, page, num_tokens=size, **changes)
+    ids = rng.integers(0, config.vocab_size, size).astype(np.int32)
+    metas = (meta,) * len(config.cache_groups)
+    caches, logits = models.forward(config, params, ids, caches, metas, backend=backend)
+    return np.asarray(logits)[: sum(new)], [np.asarray(y, np.float32) for c in caches for y in (c.k, c.v)]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("llama", {}), ("llama", dict(num_attention_heads=6, num_key_value_heads=1, head_dim=128)), ("qwen3", {}),
+     ("ministral", {})],
+)  # fmt: skip
+def test_a_decode_step_of_few_requests_is_one_launch_a_layer(family, sizes, attending):
+    config = config_of(family, **sizes)
+    params = params_of(config)
+    found, caches = decode_step(config, params, "pallas_gpu")
+    assert [c.attention is not None for c in attending] == [True] * len(config.layers)
+    wanted, wanted_caches = decode_step(config, params, "sdpa")
+    exact, _ = decode_step(config, jax.tree.map(lambda x: x.astype(jnp.float32), params), "sdpa")
+    assert not attending[len(config.layers)].attention
+    assert far(found, exact) < 1.2 * far(wanted, exact) + 1e-3 < 0.05
+    for own, other in zip(caches, wanted_caches, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0.02, atol=0.02)
+
+
+def taken_of(config, attending, monkeypatch, **batch) -> bool:
+    """Whether a step takes the launch with attention, if a launch is reached at all."""
+    seen = []
+
+    def stop(*args):
+        seen.append(tail_attention.attending(*args) is not None)
+        raise StopIteration
+
+    monkeypatch.setattr(taken, "attending", stop)
+    with pytest.raises(StopIteration):
+        decode_step(config, params_of(config), "pallas_gpu", **batch)
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "batch", "is_taken"),
+    [
+        ("llama", {}, {}, True),
+        ("ministral3", {}, {}, False),  # queries have a temperature
+        ("mistral", {}, {}, True),  # a window
+        ("qwen3", {}, {}, True),  # norms of queries and keys
+        ("llama", dict(head_dim=32), {}, False),
+        ("llama", {}, dict(new=(1, 0, 2, 1), lens=(70, 0, 2, 33)), False),
+        ("llama", {}, dict(num_tokens=9), False),
+        ("llama", {}, dict(causal=[True] * 4), False),
+    ],
+)
+def test_which_steps_take_the_launch_with_attention(family, changes, batch, is_taken, attending, monkeypatch):
+    assert taken_of(config_of(family, **changes), attending, monkeypatch, **batch) == is_taken
+
+
+def test_requests_of_many_keys_are_left_to_the_attention_kernel(attending, monkeypatch):
+    """For 4 tokens with 4 heads of 64 over 2 kv heads there are 16 parts of each, and 64 keys a turn: 8192 keys."""
+    assert tail_attention.MOST_TURNS * 16 * 64 == 8192
+    for blocks, is_taken in ((512, True), (513, False)):
+        assert taken_of(config_of("llama"), attending, monkeypatch, max_blocks=blocks) == is_taken
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "is_taken"),
+    [("llama", {}, True), ("llama", dict(head_dim=128), False), ("qwen3", {}, False), ("mistral", {}, False),
+     ("llama", dict(num_attention_heads=8, num_key_value_heads=1), False),
+     ("llama", dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8), True)],
+)  # fmt: skip
+def test_only_launches_of_a_kind_that_has_run_are_taken(family, changes, is_taken, attending, monkeypatch):
+    monkeypatch.setattr(tail_attention, "TRIED_ONLY", True)
+    assert taken_of(config_of(family, **changes), attending, monkeypatch) == is_taken

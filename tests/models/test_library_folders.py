@@ -35,7 +35,9 @@ def written(directory, weights):
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model = witness.Example("llama", dict(hidden_size=64, intermediate_size=96, head_dim=16, num_key_value_heads=1)).save(directory)
+    model = witness.Example(
+        "llama", dict(hidden_size=64, intermediate_size=96, head_dim=16, num_key_value_heads=1)
+    ).save(directory)
     args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))

@@ -13,6 +13,8 @@ import numpy as np
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import token_share_sm90 as token_share
+from pallas_kernels.gpu import token_tile_sm90 as token_tile
 
 HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -94,7 +96,7 @@ class Machine:
         if "bra" in text:  # outputs are tied to the last inputs, and the branch skips to the end
             return self._branch(text, args)
         for line in filter(None, (part.strip() for part in text.split(";"))):
-            if not line.startswith(".reg"):
+            if not line.startswith((".reg", "bar.sync")):  # the threads run in step
                 self._step(line, flags, outputs, args)
         return [outputs[k] for k in sorted(outputs)]
 
@@ -211,7 +213,8 @@ class Machine:
         with np.errstate(divide="ignore"):
             simple = {
                 "tanh": np.tanh,
-                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide
+                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide,
+                "rsqrt": lambda x: 1 / np.sqrt(x),
             }  # fmt: skip
             return [np.asarray(simple[kind[0]](*x), np.float32)]
 
@@ -263,8 +266,10 @@ def emulated(module, machine: Machine):
 
     def one(text, constraints, *args, **_):
         value = assembled(1, text, *args)[0]
-        is_float = constraints.startswith(("=f", "=&f")) and value.dtype.itemsize == 4
-        return value.view(np.float32) if is_float else value
+        if value.dtype.itemsize != 4:
+            return value
+        is_float = constraints.startswith(("=f", "=&f"))
+        return value.view(np.float32) if is_float else value.view(np.int32) if value.dtype == np.float32 else value
 
     def fill(fragment, read):
         flat = fragment.registers.reshape(-1)
@@ -278,7 +283,7 @@ def emulated(module, machine: Machine):
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
     swaps = [
-        mock.patch.object(ptx, "arith", Arith), mock.patch.object(module, "arith", Arith),
+        *(mock.patch.object(m, "arith", Arith) for m in {ptx, token_share, token_tile, module}),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
         mock.patch.object(ptx, "f32", every(np.float32)),

@@ -6,12 +6,21 @@ import random
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
-from pallas_kernels.gpu import merge_ranks_sm90
-from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, ChainProduct, LayerTailConfig, choose, supports
+from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
+from pallas_kernels.gpu.layer_tail_config import (
+    ChainProduct,
+    LayerTailConfig,
+    TailAttention,
+    choose,
+    supports,
+)
+from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
+from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 
 SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projections
     "Llama 1B": (2048, 2048, 8192, (2048, 512, 512)),
@@ -36,7 +45,13 @@ SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projec
 }
 NOT_SERVED = {"hidden 576"}  # not whole blocks of 128
 ROWS = (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 40, 57, 64)
-SHARED_BYTES = 227 * 1024  # of a CTA on Hopper
+SHARED_BYTES = 226 * 1024  # of the 227 KB of a CTA on Hopper: a launch with 227 of Mosaic's failed on a card
+
+
+def shared_bytes(c: LayerTailConfig) -> int:
+    """Of a CTA: Mosaic aligns each array to 1 KB."""
+    arrays = c.slots * 128 * 64 * 2, c.token_stages * c.rows8 * 128 * 2, 4 * c.scratch_floats
+    return sum(-(-size // 1024) * 1024 for size in (*arrays, 16 * (c.slots + c.token_stages)))
 
 
 def chosen(names=SHAPES, rows=ROWS, ctas=(78, 114, 132)):
@@ -53,9 +68,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves():
         assert not supports(c)
         assert all(p.strips * p.splits <= c.ctas for p in c.products)
         assert c.rows * c.shares <= c.ctas
-        assert c.slots * 128 * 64 * 2 + c.token_stages * c.rows8 * 128 * 2 + 16 * (c.slots + c.token_stages) <= (
-            SHARED_BYTES - 1024  # for alignment
-        )
+        assert shared_bytes(c) <= SHARED_BYTES
     assert served == set(SHAPES) - NOT_SERVED
     assert {n for n, c in chosen(ctas=[132], rows=[1, 32])} == served
 
@@ -131,6 +144,61 @@ def test_another_chip_is_refused():
     assert supports(config_of(), chip="sm_100") == ["chip sm_100: the kernel uses Hopper's wgmma, only sm_90 has it"]
 
 
+def attention_of(heads: int, kv_heads: int, dim: int, **changes) -> TailAttention:
+    sizes = dict(scale=0.1, blocks=32, page=16, columns=8, heads_first=True) | changes
+    return TailAttention(heads=heads, kv_heads=kv_heads, head_dim=dim, **sizes)
+
+
+ATTENDING = [  # name in SHAPES, attention, tokens, tokens that are not padding, their keys, CTAs
+    ("Llama 1B", attention_of(32, 8, 64), 4, 1, 600, 132),
+    ("Llama 1B", attention_of(32, 8, 64), 4, 4, 70, 132),
+    ("Llama 8B", attention_of(32, 8, 128), 3, 2, 1, 114),
+    ("Llama 70B, one of 8", attention_of(8, 1, 128), 8, 5, 3000, 132),
+    ("Qwen3 14B", attention_of(40, 8, 128), 2, 0, 0, 132),
+    ("small", attention_of(4, 1, 64), 8, 8, 9, 12),
+]
+
+
+def attending(name, attention, rows, live, keys, ctas):
+    """(config, plan as numpy) of `live` requests of so many keys."""
+    config = choose(rows, *SHAPES[name], ctas, attention=attention)
+    assert config is not None
+    starts = np.minimum(np.arange(rows + 1), live)
+    plan = tail_attention.plan(attention, ctas, starts, np.full(rows, keys), jnp.zeros(rows, jnp.int32))
+    return config, np.asarray(plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(rows=9), "attention of 9 rows"),
+        (dict(attention=attention_of(8, 2, 32)), "heads of 32"),
+        (dict(attention=attention_of(4, 3, 64)), "4 heads over 3"),
+        (dict(attention=attention_of(8, 2, 64)), "the projection has 256 rows"),
+        (dict(attention=attention_of(4, 2, 64), rows=8, ctas=15), "16 units of attention"),
+        (dict(attention=attention_of(4, 2, 64)), ""),
+        (dict(adds_directly=True), "wanted attention with sums"),
+    ],
+)
+def test_attention_that_a_launch_cannot_compute_is_refused(changes, reason):
+    said = supports(config_of(**dict(attention=attention_of(4, 2, 64)) | changes))
+    assert any(reason in why for why in said) if reason else not said
+
+
+def test_each_key_of_each_unit_is_in_one_part():
+    for case in ATTENDING:
+        config, plan = attending(*case)
+        assert not supports(config) and shared_bytes(config) <= SHARED_BYTES
+        a, (live, count) = config.attention, plan[-1, :2]
+        keys, seen = case[4], {}
+        for token, unit, first, end, has_new, part, request, _ in plan[:-1]:
+            if token >= 0:
+                assert request == token and 0 <= part < count
+                seen.setdefault((token, unit), []).extend([*range(first, end), *[keys - 1] * has_new])
+        assert seen.keys() == set(itertools.product(range(live), range(a.units)))
+        assert all(sorted(found) == list(range(keys)) for found in seen.values())
+
+
 class Barrier:
     """An mbarrier: phases that complete after a number of arrivals, of which a waiting thread sees the parity."""
 
@@ -163,8 +231,8 @@ class Launch:
     each weight block.
     """
 
-    def __init__(self, config: LayerTailConfig):
-        self.c, self.counters, self.written, self.used = config, {}, set(), {}
+    def __init__(self, config: LayerTailConfig, plan=None):
+        self.c, self.counters, self.written, self.used, self.parts = config, {}, set(), {}, plan
         self.ranks = [self]  # the launches of all ranks
 
     def run(self, late: int, seed: int) -> None:
@@ -219,9 +287,17 @@ class Launch:
     def load_tokens(self, cta: int, ring: Ring):
         number, blocks = 0, self.c.hidden // 128
         for i, p, _, split in self.plan(cta):
+            if i == 0 and self.parts is not None:
+                yield from self.load_merged(p, split, ring)
+                number += p.blocks
+                continue
             if i == 2:
                 group = split if arrivals.groups(self.c, 1) > 1 else 0
                 yield self.arrived(arrivals.columns_stored(1, group), arrivals.group_size(self.c, 1))
+            if i == 3 and self.c.adds_directly:
+                yield from self.load_added(p, split, ring, number)
+                number += p.blocks
+                continue
             for b in range(p.blocks):
                 stage, turn = ring.place(number)
                 if turn:
@@ -240,7 +316,51 @@ class Launch:
                 ring.full[stage].arrive()
                 number += 1
 
+    def load_merged(self, p: ChainProduct, split: int, ring: Ring):
+        """The tokens of the first product: the parts of the heads in its columns, several blocks at a time."""
+        a, each, (live, count) = self.c.attention, TokenTile(self.c, 0).each, self.parts[-1, :2]
+        for first in range(0, p.blocks, each):
+            for number in range(first, first + each):
+                stage, turn = ring.place(number)
+                if turn:
+                    yield lambda s=stage, t=turn: ring.free[s].seen(t - 1)
+            block = split * p.blocks + first
+            for column in range(block * 128, (block + each) * 128, a.head_dim):
+                head = column // (a.head_dim * a.group)
+                yield self.arrived(arrivals.attended(int(head)), live * count * a.chunks)
+                unit = column // a.head_dim // a.together
+                assert {("part", t, unit, s) for t in range(live) for s in range(count)} <= self.written
+            for n in range(each):
+                stage, _ = ring.place(first + n)
+                ring.held[stage] = 0, block + n
+                ring.full[stage].arrive()
+
+    def load_added(self, p: ChainProduct, split: int, ring: Ring, number: int):
+        """The tokens of the last product: the sums of the one before, several blocks at a time."""
+        each, before = TokenTile(self.c, 3).each, self.c.products[2]
+        for first in range(0, p.blocks, each):
+            for n in range(first, first + each):
+                stage, turn = ring.place(number + n)
+                if turn:
+                    yield lambda s=stage, t=turn: ring.free[s].seen(t - 1)
+            block = split * p.blocks + first
+            groups = arrivals.groups(self.c, 2)
+            for column in range(block * 128, (block + each) * 128, 4):
+                group = column // (self.c.hidden // groups)
+                yield self.arrived(arrivals.columns_stored(2, group), arrivals.group_size(self.c, 2))
+                strip = column // before.columns
+                assert {("part", 2, s, strip) for s in range(before.splits)} <= self.written
+                assert ("norm", 1, 0, column * self.c.shares // self.c.hidden) in self.written  # x1
+            for n in range(each):
+                stage, _ = ring.place(number + first + n)
+                ring.held[stage] = 3, block + n
+                ring.full[stage].arrive()
+
     def compute(self, cta: int, weights: Ring, tokens: Ring):
+        if self.parts is not None and self.parts[cta, 0] >= 0:
+            token, unit, *_, part, _, _ = self.parts[cta]
+            self.written.add(("part", token, unit, part))
+            self.arrive(arrivals.attended(int(unit) // self.c.attention.chunks))
         w_number = x_number = 0
         units = {i: (p, strip, split) for i, p, strip, split in self.plan(cta)}
         for i, p in enumerate(self.c.products):
@@ -264,6 +384,8 @@ class Launch:
                 self.written.add(("h", strip) if p.gated else ("part", i, split, strip))
                 group = strip // (p.strips // arrivals.groups(self.c, i))
                 self.arrive(arrivals.columns_stored(i, group))
+            if (i == 2 and self.c.adds_directly) or (i == 3 and self.c.gives_sums):
+                continue
             if not p.gated and cta < self.c.rows * self.c.shares:
                 yield from self.add(i, p, cta % self.c.rows, cta // self.c.rows)
 
@@ -289,15 +411,15 @@ class Launch:
             self.arrive(arrivals.share_added(i, share))
 
 
-def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0) -> None:
-    launch, *others = ranks = [Launch(config) for _ in range(config.ranks)]
+def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0, plan=None) -> None:
+    launch, *others = ranks = [Launch(config, plan) for _ in range(config.ranks)]
     for each in ranks:
         each.ranks = ranks
     launch.run(late, seed)
     assert all(other.used.keys() == launch.used.keys() for other in others)
     blocks = sum(p.strips * p.pieces * p.inner // 128 for p in config.products)
     assert len(launch.used) == blocks  # every block of every weight, each once
-    if len(config.products) == 4:
+    if len(config.products) == 4 and not config.gives_sums:
         rows = {("row", row, share) for row in range(config.rows) for share in range(config.shares)}
         assert rows <= launch.written
 
@@ -317,19 +439,24 @@ def test_a_launch_ends_and_reads_only_what_was_written(name, rows, ctas):
         check_launch(config, late, seed)
 
 
+@pytest.mark.parametrize("case", ATTENDING)
+@pytest.mark.parametrize("directly", [None, False, True])
+def test_a_launch_with_attention_ends_and_reads_only_what_was_written(case, directly):
+    config, plan = attending(*case)
+    if directly is not None:
+        attention = dataclasses.replace(config.attention, sums=2)
+        changed = dataclasses.replace(config, attention=attention, adds_directly=directly)
+        config = config if supports(changed) else changed
+    for seed, late in enumerate((0, config.ctas // 2, config.products[0].units - 1)):
+        check_launch(config, late, seed, plan)
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_launches_of_several_ranks_end_and_read_only_what_was_sent(ranks):
     config = choose(33, *SHAPES["hidden 896"], 114, ranks=ranks)
     assert config is not None and config.ranks == ranks
     for seed, late in enumerate((0, 40)):
         check_launch(config, late, seed)
-
-
-def test_counters_of_ranks_do_not_overlap():
-    """Of two products and every CTA, in 32 bytes each, behind those of CTAs."""
-    places = {4 * 32 * arrivals.COUNTERS + 32 * (i * MAX_CTAS + cta) for i in range(2) for cta in range(MAX_CTAS)}
-    assert len(places) == 2 * MAX_CTAS and max(places) + 32 == 4 * arrivals.WORDS
-    assert min(places) >= 4 * 32 * (arrivals.share_added(3, 7) + 1)
 
 
 def caught(config: LayerTailConfig) -> str:
@@ -362,19 +489,30 @@ def test_the_simulation_sees_more_blocks_together_than_stages():
     assert not caught(dataclasses.replace(config, slots=16))
 
 
-@pytest.mark.parametrize(("name", "rows"), [("small", 1), ("small", 13), ("Llama 1B", 64), ("the last layer", 32)])
-def test_it_lowers_for_cuda(name, rows):
+@pytest.mark.parametrize(
+    ("name", "rows", "attention"),
+    [("small", 1, None), ("small", 13, None), ("Llama 1B", 64, None), ("the last layer", 32, None),
+     ("Llama 1B", 4, attention_of(32, 8, 64)), ("the last layer", 5, attention_of(16, 4, 128, heads_first=False))],
+)  # fmt: skip
+def test_it_lowers_for_cuda(name, rows, attention):
     hidden, heads, wide, following = SHAPES[name]
-    config = choose(rows, hidden, heads, wide, following, 132)
-    shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
+    config = choose(rows, hidden, heads, wide, following, 132, attention=attention)
+    shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
     weights = ((shape(heads, hidden),), (shape(hidden, wide),) * 2, (shape(wide, hidden),))
     weights += (tuple(shape(hidden, width) for width in following),) if following else ()
-    counters = (jax.ShapeDtypeStruct((arrivals.WORDS,), jnp.int32),) * 2
-    args = shape(rows, heads), shape(rows, hidden), weights, (shape(hidden),) * 2, counters
+    counters, keys = (shape(arrivals.WORDS, dtype=jnp.int32),) * 2, ()
+    if attention is not None:
+        a, order = attention, (attention.kv_heads, 16) if attention.heads_first else (16, attention.kv_heads)
+        keys = (shape(rows, a.head_dim // 2, dtype=jnp.float32),) * 2
+        keys += shape(rows, a.columns, dtype=jnp.int32), shape(133, 8, dtype=jnp.int32)
+        keys += (shape(a.blocks, *order, a.head_dim),) * 2
+    a = shape(rows, heads if attention is None else attention.width)
+    args = a, shape(rows, hidden), weights, (shape(hidden),) * 2, counters, keys
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-    run = jax.jit(lambda *args: kernel.layer_tail(*args, config))
+    run = jax.jit(lambda *args: kernel.layer_tail(*args[:-1], config, args[-1]))
     export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*args)
     assert [x.shape for x in export.out_avals[:1]] == [(rows, hidden)]
+    assert [x.shape for x in export.out_avals[-len(keys[4:]) :]] == [x.shape for x in keys[4:]] or not keys
     assert "mosaic_gpu_v2" in export.mlir_module()
 
 
@@ -388,22 +526,13 @@ def test_it_lowers_for_several_ranks_with_the_addresses_of_all(ranks):
     def on_rank():
         weights = ((zeros(heads, hidden),), (zeros(hidden, wide),) * 2, (zeros(wide, hidden),))
         weights += (tuple(zeros(hidden, width) for width in following),)
-        counters = (jnp.zeros(arrivals.WORDS, jnp.int32),) * 2
-        return kernel.layer_tail(zeros(13, heads), zeros(13, hidden), weights, (zeros(hidden),) * 2, counters, config)[0]
+        counters = *(jnp.zeros(arrivals.WORDS, jnp.int32),) * 2, *exchange(config)
+        a, x, norms = zeros(13, heads), zeros(13, hidden), (zeros(hidden),) * 2
+        return kernel.layer_tail(a, x, weights, norms, counters, config)[0]
 
     text = lowered_on(mesh, on_rank)
+    assert text.count("uses_xla_collective_metadata = true") == 1  # XLA has a barrier before each such launch
     assert f'xla_replica_ids = "{",".join(map(str, range(ranks)))}"' in text
-
-
-@pytest.mark.parametrize(("rows", "width", "dtype"), [(30, 128, "bfloat16"), (5, 64, "float32"), (8, 256, "float32")])
-def test_the_merge_of_ranks_lowers_with_the_addresses_of_all(rows, width, dtype):
-    assert merge_ranks_sm90.supports(rows, width, 2)
-    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
-    state = lambda: (jnp.ones((rows, width)), jnp.ones(rows))
-    text = lowered_on(mesh, lambda: merge_ranks_sm90.merge_ranks(*state(), 2, dtype)[0])
-    assert 'xla_replica_ids = "0,1"' in text
-    refused = [(0, 128, 2), (merge_ranks_sm90.MAX_ROWS + 1, 128, 2), (8, 96, 2), (8, 512, 2), (8, 128, 9), (8, 128, 1)]
-    assert not any(merge_ranks_sm90.supports(*sizes) for sizes in refused)
 
 
 def lowered_on(mesh, function) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_product_sm90 as kernel
-from pallas_kernels.gpu.packed_product_config import MAX_ROWS, PackedProductConfig, choose, supports
+from pallas_kernels.gpu.packed_product_config import MAX_ROWS, SHARED_BYTES, PackedProductConfig, choose, supports
 from tests.kernels.gpu.simt import Arith, Machine, emulated
 from tests.ops.test_quantised import drawn
 
@@ -19,7 +19,9 @@ CASES = {
     "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=3),
     "int4, a group within a step": dict(format="int4", group=32, scale_dtype="float32", unroll=4, across=2, along=2),
     "AWQ": dict(format="int4", group=128, scale_dtype="bfloat16", has_zeros=True, unroll=2, depth=2, splits=2),
-    "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16", unroll=1, depth=3, rows=13, across=1, along=4, splits=2),
+    "MXFP4": dict(
+        format="fp4", group=32, scale_dtype="bfloat16", unroll=1, depth=3, rows=13, across=1, along=4, splits=2
+    ),
     "int8": dict(format="int8", group=256, scale_dtype="float32", unroll=2),
     "GPTQ of 8 bits": dict(format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, splits=4),
     "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32", unroll=2, rows=11),
@@ -73,7 +75,15 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     def where(condition, compute, otherwise):
         return jax.tree.map(lambda new, old: np.where(condition, new, old).astype(np.float32), compute(), otherwise)
 
-    swaps = dict(_loop=loop, _where=where, _hold=lambda: None, _wait_for_rows=lambda: None, _wait_to_leave=lambda cfg: None, _wait_for_all=lambda cfg: None, _of_peer=of_peer)
+    swaps = dict(
+        _loop=loop,
+        _where=where,
+        _hold=lambda: None,
+        _wait_for_rows=lambda: None,
+        _wait_to_leave=lambda cfg: None,
+        _wait_for_all=lambda cfg: None,
+        _of_peer=of_peer,
+    )
     with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps), mock.patch.object(codes, "arith", Arith):
         for strip in range(cfg.strips):
             for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
@@ -135,7 +145,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
                 assert c is None
                 continue
             assert c is not None and not supports(c)
-            assert c.parts <= c.chunks and 4 * c.shared_floats <= 48 * 1024 * 4
+            assert c.parts <= c.chunks and 4 * c.shared_floats <= SHARED_BYTES
             assert c.first_strips[-1] * c.strip < sum(-(-w // c.strip) for w in widths) * c.strip
 
 

@@ -21,7 +21,9 @@ COMPILED = (
     "mixed_d64_bf16", "mixed_d128_bf16_every_option", "mixed_d128_e4m3", "mixed_d256_bf16", "mixed_d256_e4m3_tokens",
     "write_kv_pages", "rotate_and_write",
 )  # fmt: skip
-MORE_REGISTERS = 8  # than recorded: another version of ptxas may need some
+COMPILERS = ("ptxas", "nvjitlink")
+MORE_REGISTERS = 8  # than recorded: another version of a compiler may need some
+MOST_SPILLED = {chip: 64 for chip in CHIPS} | {"sm_100": 256}  # bytes of a thread in a mixed batch; of sm_100 no target
 MISSING = registers.missing()
 
 
@@ -31,29 +33,31 @@ def recorded(chip, compiler):
     return {row["case"]: row for row in rows if row["variant"] == compiler}
 
 
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_case_is_recorded_and_decode_spills_nothing(chip):
-    rows = recorded(chip, "ptxas")
+def test_every_case_is_recorded_and_spills_little(chip, compiler):
+    """Nothing in decode."""
+    rows = recorded(chip, compiler)
     assert rows.keys() == set(registers.CASES)
     for case, row in rows.items():
         assert row["registers"] <= 255 and row.get("smem", 0) <= CHIPS[chip].smem_cta, row
-        assert case.startswith("mixed") or row["spill_stores"] == row["spill_loads"] == 0, row
+        most = MOST_SPILLED[chip] if case.startswith("mixed") else 0
+        assert max(row["spill_stores"], row["spill_loads"]) <= most, row
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"it needs {MISSING}")
 @pytest.mark.parametrize("chip", CHIPS)
 def test_no_kernel_needs_more_than_is_recorded(chip):
-    """Where a kernel was changed on purpose: python -m benchmarks.gpu.registers sm_86 --write, for every chip.
-
-    A case without a row needs only compile.
-    """
+    """Where a kernel was changed on purpose: python -m benchmarks.gpu.registers sm_86 --write, for every chip."""
     command = [sys.executable, "-m", "benchmarks.gpu.registers", chip, *COMPILED]
     env = os.environ | registers.environment() | {"PYTHONPATH": str(tree.ROOT)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=590)
-    found = {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
-    assert found.keys() == set(COMPILED), done.stderr[-2000:]
-    before = recorded(chip, registers.compiler())
-    for case in found.keys() & before.keys():
-        assert found[case]["registers"] <= before[case]["registers"] + MORE_REGISTERS, (found[case], before[case])
-        assert found[case]["spill_stores"] <= before[case]["spill_stores"], (found[case], before[case])
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    wanted = {(case, compiler) for case in COMPILED for compiler in registers.compilers()}
+    assert {(row["case"], row["variant"]) for row in found} == wanted, done.stderr[-2000:]
+    for row in found:
+        before = recorded(chip, row["variant"])[row["case"]]
+        assert row["registers"] <= before["registers"] + MORE_REGISTERS, (row, before)
+        most = MOST_SPILLED[chip] if row["case"].startswith("mixed") else 0
+        assert row["spill_stores"] <= max(before["spill_stores"], most), row

@@ -79,7 +79,7 @@ ROWS = {
             quant="per_head",
         ),
     ),
-    "132 kv heads": ("on_wait", dict(case=CASES["decode"], heads=132, kv_heads=132, head_dim=16)),
+    "132 kv heads": ("on_wait", dict(case=CASES["single_token"], heads=132, kv_heads=132, head_dim=16)),
 }  # fmt: skip
 
 

@@ -1,0 +1,148 @@
+"""Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
+
+One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
+and may have an RMS norm of each head before. Where requests may have many keys, the attention kernel is faster: see
+MOST_TURNS.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn.attention import PagedAttention
+from jattn.backends.pallas_gpu import PallasGpuBackend, PallasGpuMetadata
+from jattn.backends.parallel import ContextParallel
+from jattn.models.config import LayerConfig
+from jattn.nn import AttentionConfig
+from jattn.nn import layer_tail as op
+from jattn.spec import AttentionSpec
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu import tail_attention_sm90 as kernel
+from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTailConfig, TailAttention
+
+MOST_TURNS = 8
+"""Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
+about 11 us together, are faster. Measured up to 4."""
+TRIED_ONLY = True
+"""Only launches of a kind that has run on a card. The others have been compiled, and simulated by the tests."""
+KERNELS = "q", "k", "v", "qkv", "o"
+NORMS = "q_norm", "k_norm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attending:
+    """The launches of such a step, one a layer, and what their CTAs do."""
+
+    configs: list[LayerTailConfig]
+    plans: list[jax.Array]  # see kernel.plan
+    norms: list[tuple]  # of each layer: the scales of the norms of queries and keys, if it has them
+
+
+def attending(
+    layers: Sequence[LayerConfig], weights: Sequence[dict], configs: Sequence[LayerTailConfig], attns: Sequence,
+    arguments: Sequence, weights_of: Callable, norms_of: Callable,
+) -> Attending | None:  # fmt: skip
+    """None if some layer needs a launch of its own for attention. arguments: of each layer (cache, the plan of its
+    attention, positions, angles)."""
+    found: list[Any] = []
+    for i, layer in enumerate(layers):
+        attention = _attention_of(layer, weights[i]["attn"], attns[i], *arguments[i], rows=configs[i].rows)
+        if attention is None:
+            return None
+        kernels, scales = weights_of(weights, layers, i)
+        config = op.config_of(configs[i].rows, jnp.dtype(jnp.bfloat16), kernels, scales, norms_of(i), attention)
+        if config is None:
+            return None
+        found.append(config)
+    if not _has_short_keys(found, arguments[0][1].common) or (TRIED_ONLY and not all(map(_is_tried, found))):
+        return None
+    if len(layers) > 1:
+        splits = [config.products[-1].splits for config in found]
+        splits = [splits[max(i - 1, 0)] for i in range(len(found))]
+        directly = max(splits) <= SHARES
+        found = [_with_sums(c, n, layer, directly) for c, n, layer in zip(found, splits, layers, strict=True)]
+    plans: dict[tuple, jax.Array] = {}
+    of_layers = []
+    for config, (_, m, *_) in zip(found, arguments, strict=True):
+        key = config.attention.left, id(m)
+        if key not in plans:
+            lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens)
+            plans[key] = kernel.plan(config.attention, config.ctas, *lengths, jnp.asarray(m.slot_mapping))
+        of_layers.append(plans[key])
+    scales = lambda own: tuple(own[name]["scale"] for name in NORMS if name in own)
+    return Attending(found, of_layers, [scales(own["attn"]) for own in weights])
+
+
+def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directly: bool) -> LayerTailConfig:
+    norm = layer.attn_norms.before
+    assert norm is not None and config.attention is not None
+    shares = SHARES if directly else config.shares
+    attention = dataclasses.replace(config.attention, sums=splits, eps=norm.eps, shares=shares)
+    return dataclasses.replace(config, attention=attention, adds_directly=directly and len(config.products) == 4)
+
+
+def _is_tried(config: LayerTailConfig) -> bool:
+    """Heads of 64 without norm and window, at most 4 to a kv head, and tokens that a CTA merges in one turn."""
+    a = config.attention
+    assert a is not None
+    one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
+    return a.head_dim == 64 and a.norm_eps is None and a.left < 0 and a.chunks == 1 and one_turn
+
+
+def _has_short_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
+    """No batch of this shape has requests of too many keys."""
+    for config in configs:
+        attention = config.attention
+        assert attention is not None
+        parts = max(config.ctas // (config.rows * attention.units), 1)  # at least
+        longest = common.max_seq_len if attention.left < 0 else min(common.max_seq_len, attention.left + 1)
+        if cdiv(cdiv(longest, parts), attention.keys_a_turn) > MOST_TURNS:
+            return False
+    return True
+
+
+def _attention_of(
+    layer: LayerConfig, weights: dict, attn: Any, cache: Any, m: Any, positions, angles, *, rows: int
+) -> TailAttention | None:
+    """The sizes of a layer's attention; None if the launch cannot compute it."""
+    config = layer.self_attn
+    if rows > ATTENDING_ROWS or not isinstance(attn, PagedAttention) or attn.chosen is not PallasGpuBackend:
+        return None
+    assert isinstance(config, AttentionConfig) and isinstance(m, PallasGpuMetadata)
+    spec, cache_spec, common = attn.spec, cache.spec, m.common
+    plain = AttentionSpec(
+        num_heads=spec.num_heads, head_dim=spec.head_dim, num_kv_heads=spec.num_kv_heads, scale=spec.scale,
+        sliding_window=spec.sliding_window,
+    )  # fmt: skip
+    is_plain = spec == plain
+    is_plain = is_plain and set(weights) <= {*KERNELS, *NORMS} and attn.parallel == ContextParallel()
+    is_plain = is_plain and _has_plain_norms(config, weights)
+    between = config.v_norm, config.clip_qkv
+    rotates = config.rotates_last and angles is not None and not angles.interleaved and angles.dim == spec.head_dim
+    is_plain = is_plain and rotates and not any(x is not None for x in between) and not config.k_is_v
+    is_bf16 = cache.k.dtype == cache.v.dtype == jnp.bfloat16 and not cache_spec.is_quantized
+    is_decode = common.max_query_len == 1 and common.is_causal and common.causal_per_request is None
+    assert m.block_table is not None
+    is_one_level = not m.shared and m.shard is None and m.prefix is None
+    if not (is_plain and is_bf16 and is_decode and is_one_level) or m.slot_mapping.shape[0] != rows:
+        return None
+    return TailAttention(
+        heads=spec.num_heads, kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, scale=spec.scale,
+        blocks=cache_spec.num_blocks, page=cache_spec.block_size, columns=m.block_table.shape[1],
+        heads_first=cache_spec.physical_layout == "HND", left=spec.mask_rule(True).left,
+        norm_eps=None if config.qk_norm is None else config.qk_norm.eps,
+        norm_one_plus=config.qk_norm is not None and config.qk_norm.one_plus,
+    )  # fmt: skip
+
+
+def _has_plain_norms(config: AttentionConfig, weights: dict) -> bool:
+    """Queries and keys have no norm, or an RMS norm of each head before the rotation."""
+    norm = config.qk_norm
+    if norm is None:
+        return True
+    is_plain = norm.kind == "rms" and norm.has_scale and not norm.has_bias
+    of_head = not (config.qk_norm_all_heads or config.qk_norm_scale_per_head or config.qk_norm_after_rope)
+    return is_plain and of_head and all(weights[name]["scale"].dtype == jnp.bfloat16 for name in NORMS)
