@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
 
 import jattn
 from tests.cases import CASES, FEATURES
@@ -20,7 +21,7 @@ from tests.problem import Problem
 from tests.running import conform
 
 LSE_FLOOR = 2.0**-15  # the error of approximate functions
-SIZES = dict(heads=4, kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
+SIZES: dict[str, Any] = dict(heads=4, kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
 BATCHES = {  # features that need a batch of their own
     "mm_prefix": "chunked_prefill",
     "mm_prefix_clamped": "decode",
@@ -37,7 +38,9 @@ CACHES = (("float8_e4m3fn", "per_tensor"), ("int8", "per_head"), ("float8_e5m2",
 
 def problems() -> dict[str, dict]:
     """Label -> the fields of a Problem; what has never run on a card first."""
-    found = {f"head_dim {dim}": dict(head_dim=dim, case=CASES["two_tiles"]) for dim in (256, 128, 80, 112)}
+    found: dict[str, dict[str, Any]] = {
+        f"head_dim {dim}": dict(head_dim=dim, case=CASES["two_tiles"]) for dim in (256, 128, 80, 112)
+    }
     found |= {f"batch {name}": dict(case=case) for name, case in CASES.items()}
     for name, feature in sorted(FEATURES.items(), key=lambda pair: pair[0] not in BATCHES):
         found[f"feature {name}"] = dict(case=CASES[BATCHES.get(name, "mixed_unsorted")], feature=feature)
@@ -63,7 +66,7 @@ def judge(label: str, backend: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.on_card", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.on_card", description="The conformance suite on a GPU.")
     parser.add_argument("--backends", default="pallas_gpu,pallas_gpu_invariant")
     parser.add_argument("--only", default="", help="a part of the labels")
     parser.add_argument("--processes", type=int, default=8)

@@ -5,6 +5,7 @@ witness reads the rows that it needs without a copy of gigabytes, and without a 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ def _of_hash(xp, index, start):
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
         x = (x ^ (x >> u32(shift))) * u32(factor)
     x = x ^ (x >> u32(15))
-    total = sum((x >> u32(8 * k)) & u32(255) for k in range(4))
+    total: Any = sum((x >> u32(8 * k)) & u32(255) for k in range(4))
     return (total.astype(xp.int32) - MEAN).astype(xp.float32) * xp.float32(1 / DEVIATION)
 
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ def measure(case: cases.KernelCase, config, programs: Future, rows: Future, peer
     return row | (dict(ratio=best / us) if best else {})
 
 
-def jobs_of(todo: list[tuple], built: list[Future], peers: dict, args, rows: list) -> Iterator[jobs.Job]:
+def jobs_of(todo: list[tuple], built: list[Any], peers: dict, args, rows: list) -> Iterator[jobs.Job]:
     """The jobs in order, with their compiled programs. Each keeps its row."""
     with ThreadPoolExecutor(2) as pool:
         own = {case.name: (case, config) for case, config, variant in reversed(todo)}

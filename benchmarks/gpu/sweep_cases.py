@@ -1,6 +1,7 @@
 """The batches of `benchmarks.gpu.sweep`: one or more of each class, others that a seed draws, and variants of some."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -50,7 +51,7 @@ def prompt(length: int, count: int = 1) -> tuple:
     return ((length, length),) * count
 
 
-CLASSES = (  # name, model, lengths, page[, 8 bits[, layout]]
+CLASSES: tuple[tuple[Any, ...], ...] = (  # name, model, lengths, page[, 8 bits[, layout]]
     ("pre_1x512", "llama8b", prompt(512), 16),
     ("dec_1x300", "llama8b", decodes(1, 300), 16),
     ("dec_4x500", "llama8b", decodes(4, 500), 16),
