@@ -43,9 +43,9 @@ def configs_of(
     configs = []
     for i in range(len(config.layers)):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        ranks: Any = (
-            {} if model_mesh is None else dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
-        )
+        ranks: dict[str, Any] = {}
+        if model_mesh is not None:
+            ranks = dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
         configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i), **ranks))
     return None if None in configs else configs
 
@@ -110,7 +110,7 @@ def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -
 def forward(
     config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable,
     model_mesh: ModelMesh | None = None,
-):  # fmt: skip
+) -> tuple[Sequence[Any], jax.Array]:  # fmt: skip
     """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
     layers, weights = config.layers, params["layers"]
     attns, arguments = zip(*((attn, args) for attn, *args in map(attend, range(len(layers)))), strict=True)
