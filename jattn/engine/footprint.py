@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jattn.engine.device_kinds import DeviceKind
 from jattn.mla_spec import MLASpec
-from jattn.models import ModelConfig, weight_specs
+from jattn.models import ModelConfig, halves, weight_specs
 from jattn.models.config import LayerConfig
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.moe import MoE
@@ -101,16 +101,20 @@ class Footprint:
         vocab = self.config.vocab_size
         vocab = vocab if vocab % self.ranks else vocab // self.ranks  # replicated if not divisible: see ModelMesh
         sampling = SAMPLING_ARRAYS * 4 * max_num_seqs * vocab
-        row_bytes = max((self._row_bytes(layer, platform) for layer in self.config.layers), default=0)
+        share = 0.5 if halves.serves(self.config, self.model_mesh, max_num_batched_tokens) else 1.0
+        row_bytes = max((self._row_bytes(layer, platform, share) for layer in self.config.layers), default=0)
         copied = self._copied_bytes(max_num_batched_tokens) if platform == "cpu" else 0
         return max(sampling, row_bytes * max_num_batched_tokens) + copied
 
-    def _row_bytes(self, layer: LayerConfig, platform: str) -> int:
-        """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device."""
+    def _row_bytes(self, layer: LayerConfig, platform: str, share: float) -> int:
+        """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device.
+
+        share: of the tokens, that the MLP computes at a time.
+        """
         spec, mlp, moe = attention_of(layer, 1), layer.mlp, layer.moe
         heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * self.context_ranks / self.ranks
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
-        width = 0.0 if dense is None else MLP_ARRAYS * dense.width / self.ranks
+        width = 0.0 if dense is None else share * MLP_ARRAYS * dense.width / self.ranks
         if moe is not None:
             times = self.expert_data_ranks
             arrays = MLP_ARRAYS if platform == "tpu" else 1 + moe.num_experts / (self.ranks * times)

@@ -69,7 +69,7 @@ class ShardedAttention:
         if names == ("o",):
             return (summed_linear(self.mesh, weights["o"], x),)
         own = {name: weights[name] for name in names}
-        if _are_quantised(own):
+        if _are_quantised(own) or not _is_divided(self.mesh):
             return multiply(own, names, x)
         axes = {name: self.kv_axes if name in ("k", "v") else self.mesh.auto_axes for name in names}
         columns = {name: PartitionSpec(None, axes[name]) for name in names}
@@ -120,6 +120,11 @@ class ShardedLatentAttention:
 
 
 # ------------------------------------------------------------------ products
+def _is_divided(mesh: Mesh | AbstractMesh) -> bool:
+    """Does the mesh have several ranks? With one a data rank, a sum over ranks would exchange nothing."""
+    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+
+
 def _are_quantised(weights: Any) -> bool:
     """XLA divides these products itself: the groups of a quantised weight may be whole on each rank."""
     return any(map(is_quantised, jax.tree.leaves(weights, is_leaf=is_quantised)))
@@ -130,7 +135,7 @@ def summed_linear(mesh: Mesh | AbstractMesh, weights: dict, x: jax.Array) -> jax
 
     Each rank rounds its sums before they are added, unless there is a bias.
     """
-    if _are_quantised(weights):
+    if _are_quantised(weights) or not _is_divided(mesh):
         return linear(weights, x)
     axes, bias = mesh.auto_axes, weights.get("bias")
 
@@ -145,7 +150,7 @@ def summed_linear(mesh: Mesh | AbstractMesh, weights: dict, x: jax.Array) -> jax
 
 def sharded_mlp(mesh: Mesh | AbstractMesh, mlp: MLP, weights: dict, x: jax.Array) -> jax.Array:
     """mlp(weights, x), each rank with a part of its width."""
-    if mlp.sparsity or _are_quantised(weights):  # sparsity needs the mean over the whole width
+    if mlp.sparsity or _are_quantised(weights) or not _is_divided(mesh):  # sparsity needs the mean over the whole width
         return mlp(weights, x)
     axes = mesh.auto_axes
     into = {name: part for name, part in weights.items() if name != "down"}
