@@ -45,6 +45,17 @@ def test_each_row_lands_in_its_slot_and_no_other_byte_changes(row_bytes, heads_f
         np.testing.assert_array_equal(seen, np.ascontiguousarray(want).view(np.uint8).ravel(), err_msg=name)
 
 
+def machine_with(arrays: dict[str, np.ndarray]) -> tuple[Machine, dict[str, int]]:
+    """(a machine whose memory holds the arrays, the address of each)"""
+    starts, size = {}, 1024
+    for name, array in arrays.items():
+        starts[name], size = size, size + -(-array.nbytes // 256) * 256
+    machine = Machine(writer.THREADS, size)
+    for name, array in arrays.items():
+        machine.memory[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    return machine, starts
+
+
 @pytest.mark.parametrize("source", writer.SOURCES)
 @pytest.mark.parametrize("target", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_quantised_rows_are_what_quant_stores(source, target):
@@ -55,12 +66,7 @@ def test_quantised_rows_are_what_quant_stores(source, target):
     new[0, 0, :3] = np.nan, np.inf, -np.inf
     divisors = rng.uniform(0.5, 3, HEADS).astype(np.float32)
     pool = np.full((BLOCKS, PAGE, HEADS, dim), 0xEE, np.uint8)
-    arrays, starts, size = dict(slots=SLOTS, new=new, pool=pool, divisors=divisors), {}, 1024
-    for name, array in arrays.items():
-        starts[name], size = size, size + -(-array.nbytes // 256) * 256
-    machine = Machine(writer.THREADS, size)
-    for name, array in arrays.items():
-        machine.memory[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    machine, starts = machine_with(dict(slots=SLOTS, new=new, pool=pool, divisors=divisors))
     with emulated(writer, machine):
         for first in range(0, TOKENS * HEADS * shape.chunks, writer.THREADS * writer.CHUNKS):
             where = [starts[name] for name in ("slots", "new", "pool")]
@@ -85,12 +91,7 @@ def test_rows_get_scales_of_their_own(dim, source, target):
         slots=SLOTS, new=new, pool=np.full((BLOCKS, HEADS, PAGE, dim), 0xEE, np.uint8),
         kept=np.full((BLOCKS, HEADS, PAGE), 9.0, np.float32),
     )  # fmt: skip
-    starts, size = {}, 1024
-    for name, array in arrays.items():
-        starts[name], size = size, size + -(-array.nbytes // 256) * 256
-    machine = Machine(writer.THREADS, size)
-    for name, array in arrays.items():
-        machine.memory[starts[name] : starts[name] + array.nbytes] = np.ascontiguousarray(array).view(np.uint8).ravel()
+    machine, starts = machine_with(arrays)
     with emulated(writer, machine):
         for first in range(0, TOKENS * HEADS * writer.lanes_of_row(dim // 16), writer.THREADS * chunks):
             where = [starts[name] for name in ("slots", "new", "pool", "kept")]
