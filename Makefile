@@ -50,8 +50,11 @@ test: $(READY)  ## the whole suite (30 minutes on two cores); ARGS=quick: a subs
 	$(info On $(WORKERS) workers: $(SUITE).)
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(if $(filter-out quick,$(ARGS)),$(ARGS),$(ARGS:quick=-m quick))
 
+# The files that need the witness; the others of tests/models are part of `make test`.
+WITH_WITNESS = $(shell grep -rlE 'importorskip\("(transformers|torch|compressed_tensors)"' --include=test_*.py tests)
+
 parity: $(WITNESS)  ## compare every family of models with transformers, which it installs
-	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist loadscope tests/models $(ARGS)
+	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist loadscope $(WITH_WITNESS) $(ARGS)
 
 lint: $(TOOLS)  ## ruff: lint rules and format
 	@"$(PY)" -m ruff check . && "$(PY)" -m ruff format --check .
