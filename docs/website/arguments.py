@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import jattn
 from jattn.cli import make_parser
+from jattn.cli.command import value_name
 from website import reference, source
 
 HEAD = """# Every argument and its default
@@ -96,7 +97,7 @@ def _row(action: argparse.Action) -> list[str]:
         default = "off"
     else:
         default = "" if action.default in (None, [], argparse.SUPPRESS) else str(action.default)
-    value = action.metavar or {int: "N", float: "X"}.get(action.type, action.dest.upper())
+    value = value_name(action)
     takes_value = action.option_strings and action.nargs != 0
     names = ", ".join(f"{name} {value}" if takes_value else name for name in action.option_strings) or value
     return [reference.code(names), reference.escaped(default), reference.escaped(help.strip())]
