@@ -82,7 +82,6 @@ class Shared:
         assert (out[count:] == 0).all() and np.isneginf(lse[count:]).all()
 
 
-@pytest.mark.slow
 @INTERPRETS
 def test_a_shared_prefix_is_attention_by_its_definition():
     """Of a prefix of 37 tokens the whole blocks are shared."""
