@@ -163,9 +163,8 @@ def taking_turns(turns: Turns, todo: Iterator[jobs.Job]) -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run what the time allows; ends the process with 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.eight_bits", description=__doc__.splitlines()[0])
+    parser = jobs.parser_of("eight_bits", __doc__, seconds=60)
     parser.add_argument("kind", choices=CHECKED)
-    jobs.add_options(parser, seconds=60)
     parser.add_argument("--meet", type=pathlib.Path, help="folder of the processes beside this one")
     parser.add_argument("--beside", type=int, default=1, help="processes, this one included")
     parser.add_argument("--checks", type=float, default=45, help="seconds after which the times do not wait for checks")

@@ -160,8 +160,7 @@ def _noting(todo: Iterator[jobs.Job], rows: list[dict]) -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the budget allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.warp", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=400)
+    parser = jobs.parser_of("warp", __doc__, seconds=400)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--samples", type=int, default=12, help="rows of a batch that are compared with float64")
     parser.add_argument("--chip", help="whose tiles: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120")
