@@ -132,7 +132,10 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
 
 def find_sanitizer() -> str | None:
     """The program's path; None: it is not on this machine."""
-    known = [shutil.which("compute-sanitizer"), *(path for place in PLACES for path in glob.glob(place, recursive=True))]
+    known = [
+        shutil.which("compute-sanitizer"),
+        *(path for place in PLACES for path in glob.glob(place, recursive=True)),
+    ]
     return next((path for path in known if path and os.path.isfile(path) and os.access(path, os.X_OK)), None)
 
 

@@ -96,7 +96,7 @@ def _parts(x, count: int):
     """Numbers whose sum is x; all but the last have no more bits than a bfloat16."""
     parts = []
     for _ in range(count - 1):
-        parts.append(ptx.asm_value("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True))
+        parts.append(ptx.upper_half(x))
         x = arith.subf(x, parts[-1])
     return [*parts, x]
 

@@ -214,7 +214,7 @@ def _split(p, parts: int):
     """Floats as sums of `parts` floats: of two, the first is truncated to bfloat16, the second is the exact rest."""
     if parts == 1:
         return [p]
-    high = [ptx.asm_value("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True) for x in p]
+    high = [ptx.upper_half(x) for x in p]
     return [high, [arith.subf(x, y) for x, y in zip(p, high, strict=True)]]
 
 

@@ -83,7 +83,7 @@ def test_what_runs_for_too_long_ends_with_its_children(called, tmp_path, monkeyp
 
 def test_the_program_that_is_checked_gets_a_share_of_the_memory(called, tmp_path):
     """And the parent touches no device: with one backend that is not there, it would fail."""
-    kept = 'env > "{0}/env"; {1}'.format(tmp_path, SEES)
+    kept = f'env > "{tmp_path}/env"; {SEES}'
     assert called("--tools", "memcheck", "--only", "layer_tail", control=kept)[0] == 1
     env = (tmp_path / "env").read_text().splitlines()
     assert "XLA_PYTHON_CLIENT_PREALLOCATE=false" in env and "XLA_PYTHON_CLIENT_ALLOCATOR=platform" in env
@@ -107,7 +107,9 @@ def test_planted_faults_lower_for_cuda(fault):
 @pytest.mark.parametrize(
     ("code", "text", "wanted"),
     [
-        (8, "ERROR SUMMARY: 0 errors", "wrong"), (-9, "ERROR SUMMARY: 0 errors", "crashed"), (9, "", "crashed"),
+        (8, "ERROR SUMMARY: 0 errors", "wrong"),
+        (-9, "ERROR SUMMARY: 0 errors", "crashed"),
+        (9, "", "crashed"),
         (0, "RACECHECK SUMMARY: 2 hazards displayed (0 errors, 2 warnings)", "hazards"),
     ],
 )
