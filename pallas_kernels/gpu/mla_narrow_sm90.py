@@ -257,7 +257,7 @@ def weigh(stats_ref, x, state, turn, bias: float, target: str):
         element = utils.dtype_to_ir_type(jnp.dtype(target))
         return (
             warps._fragment_of_floats(_SCORES, new + sums),
-            warps._fragment_of_words(_SCORES, element, words),
+            rows.fragment_of_words(_SCORES, element, words),
             warps._fragment_of_floats((64, 8), factors),
         )
 

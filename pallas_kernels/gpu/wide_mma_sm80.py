@@ -11,7 +11,6 @@ each load of keys and values.
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
@@ -209,20 +208,10 @@ def bfloat16_parts(p):
             both = [rows.pair_element(pair, k) for k in range(2)]
             words[0].append(ptx.upper_halves(*both))
             words[1].append(ptx.pack_16bit(*(arith.subf(x, ptx.upper_half(x)) for x in both), "bfloat16"))
-        return tuple(_words_fragment(p.shape, own) for own in words)
+        element = utils.dtype_to_ir_type(jnp.dtype(jnp.bfloat16))
+        return tuple(rows.fragment_of_words(p.shape, element, own) for own in words)
 
     return split(p)
-
-
-def _words_fragment(shape, words):
-    """A bfloat16 fragment whose registers are these words."""
-    element = utils.dtype_to_ir_type(jnp.dtype(jnp.bfloat16))
-    fragment = rows.empty_fragment(shape, _WGMMA, element)
-    flat = fragment.registers.reshape(-1)
-    for i, word in enumerate(words):
-        flat[i] = utils.bitcast(word, ir.VectorType.get((2,), element))
-    fragment.registers[...] = flat.reshape(fragment.registers.shape)
-    return fragment
 
 
 def _fragment(tiles):

@@ -38,7 +38,7 @@ def _softmax_step(cfg: WarpKernelConfig, x, c, m, total, acc):
     With lazy_rescale the maximum may be too small, by at most MOST_BELOW_MAXIMUM: it changes in few blocks after the
     first, and lanes whose rows keep it do not rescale acc.
     """
-    top = lanes.row_maxima(x) * c
+    top = lanes.row_maxima(x, cfg.shuffles) * c
     new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m) if cfg.lazy_rescale else jnp.maximum(m, top)
     alpha = jnp.exp2(m - new_m)
     p = wide_mma.exponentials(x, c, new_m)
@@ -85,7 +85,7 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         kind = dict(halves=cfg.tile_halves, block=cfg.block_kv, dim=cfg.head_dim, dtype=cfg.dtype)
         dots = wide_mma.queries_times_keys(refs.q_tile, keys, **kind)
         if by_row:
-            sync_lanes()  # loads of what belongs to rows begin here: among the products they need more registers than there are
+            sync_lanes()  # what belongs to rows is loaded after the products: there are no registers for it before
         of_keys, _ = reader.token_scales(slot, 1)
         dots = [multiply_per_key(x, of_keys, 1) for x in dots]
         new, weights = [], []
