@@ -10,7 +10,8 @@ tp_8x1k      8 requests of 1024 keys: the call's host time
 32 query heads, 8 kv heads, head dim 128, bf16, pages of 16 (of each rank). `layer_us` is the time of a layer in one
 program of LAYERS of them, merge included, each waiting for the one before; `to_one_device` is that over one device's.
 `call_us` is the time of jitted calls of one layer sent one after the other, `host_us` until such a call returns;
-`floor_us` is that of a program of the same arguments and results that adds 1 to the queries, JAX's own share. The cache is donated, and the batch placed once. `differ` is the largest difference from one device's output, which other
+`floor_us` is that of a program of the same arguments and results that adds 1 to the queries, JAX's own share. The cache
+is donated, and the batch placed once. `differ` is the largest difference from one device's output, which other
 benchmarks compare with float64.
 """
 
