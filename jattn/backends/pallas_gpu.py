@@ -32,6 +32,7 @@ from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of
 from jattn.ops.gradient import paged_gradient
+from jattn.ops.levels import merged
 from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
@@ -72,7 +73,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         impl = dataclasses.replace(self, spec=dataclasses.replace(self.spec, has_sinks=False), out_dtype="float32")
         states: Any = [_paged(impl, q, cache, level, params, None) for level in m.shared]
         states += [_paged(impl, q, cache, dataclasses.replace(m, shared=()), params, counters)]
-        state = merge(*states) if self.parallel.combine is None else self.parallel.combine(merge(*states))
+        state = merged(states, self.parallel.combine)
         if self.spec.has_sinks:
             assert params.sinks is not None
             state = with_sinks(state, params.sinks)
