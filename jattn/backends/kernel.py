@@ -15,20 +15,15 @@ from jattn.spec import AttentionSpec
 from jattn.types import AnyArray, AttentionType
 
 
+ALIGNED = (
+    "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last query with the "
+    "last key"
+)
+
+
 def as_arrays(*values: AnyArray | float | None) -> tuple[jax.Array | None, ...]:
     """The values as JAX arrays; None stays None."""
     return tuple(None if value is None else jnp.asarray(value) for value in values)
-
-
-def cross_attention_reasons(spec: AttentionSpec) -> tuple[str, ...]:
-    """Why a kernel that gives queries the last positions of the keys does not support this cross attention."""
-    positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
-    if spec.attn_type is not AttentionType.ENCODER_DECODER or not positional:
-        return ()
-    return (
-        "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last query with "
-        "the last key",
-    )
 
 
 class PagedKernelBackend(AttentionBackend):
@@ -52,7 +47,11 @@ class PagedKernelBackend(AttentionBackend):
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:  # the list has refused it
             return ()
         dtype = cls.usual_query_dtype(cache_spec)
-        return tuple(cls.kernel_reasons(without_refused_options(cls, spec), cache_spec, chip, dtype))
+        found = cls.kernel_reasons(without_refused_options(cls, spec), cache_spec, chip, dtype)
+        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
+        if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
+            found = [*found, ALIGNED]
+        return tuple(found)
 
     @classmethod
     def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import Question
-from jattn.backends.kernel import PagedKernelBackend, cross_attention_reasons
+from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages, write_by_head, write_kv
@@ -304,10 +304,6 @@ class PallasTpuBackend(PagedKernelBackend):
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
         generation = chip.generation if chip.platform == "tpu" else ""
         return supports(kernel_config(spec, cache_spec, dtype, chip=generation), chip=generation)
-
-    @classmethod
-    def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
-        return super().layer_reasons(spec, cache_spec, chip) + cross_attention_reasons(spec)
 
     @classmethod
     def supports_combination(cls, question: Question) -> str | None:

@@ -72,7 +72,7 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     """(the level of the first prefix_len keys, which all requests share, the level of the rest).
 
     Only whole blocks are shared; each request reads the remainder of prefix_len. The prefix is read through the block
-    table of the first request.
+    table of the first request with queries: that of another one may hold anything.
     """
     pages = prefix_len // block_size
     width = level.block_table.shape[1]
@@ -94,7 +94,7 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     )
     first = Level(
         batch=prefix,
-        block_table=level.block_table[:1, :pages],
+        block_table=jnp.asarray(level.block_table)[jnp.argmax(live)][None, :pages],
         max_query_len=max(batch.num_tokens, 1),
     )
     remaining = level.block_table[:, pages:] if pages < width else level.block_table[:, :1]
@@ -134,6 +134,12 @@ def levels_of_cascade(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Leve
     return tuple(made)
 
 
+def merged(states: list[AttentionState], combine: Callable[[AttentionState], AttentionState] | None) -> AttentionState:
+    """`merge` of the states of this rank and, if `combine` is given, of all ranks by it; it marks empty rows itself."""
+    state = states[0] if combine is not None and len(states) == 1 else merge(*states)
+    return state if combine is None else combine(state)
+
+
 def attend_levels(
     spec: AttentionSpec,
     path: Path,
@@ -165,7 +171,7 @@ def attend_levels(
         states.append(attend(call, q, open_keys(cache, level.block_table), level.batch, params))
     if not several:
         return states[0]
-    state = merge(*states) if combine is None else combine(merge(*states))
+    state = merged(states, combine)
     if spec.has_sinks:
         assert params.sinks is not None
         state = with_sinks(state, params.sinks)

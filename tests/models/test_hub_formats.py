@@ -287,6 +287,45 @@ def test_compressed_tensors_in_words(tmp_path, bits, zeros):
     check(tmp_path / "packed", settings, pack, f"int{bits}")
 
 
+def packed_4(x, group, zeros=False):
+    codes, _, scales, _ = drawn(x.shape, group)
+    tensors = dict(weight_packed=words(codes), weight_scale=scales, weight_shape=np.array(x.shape, np.int64))
+    return tensors, codes
+
+
+def gptq_pack(x):
+    codes, zeros, scales, exact = drawn(x.shape, 32)
+    return dict(qweight=words(codes).T, qzeros=words((zeros - 1).T), scales=scales.T), exact
+
+
+OTHER_GROUPS = {
+    "awq": (AWQ | dict(group_size=64), awq_pack),
+    "gptq": (dict(quant_method="gptq", bits=4, group_size=64), gptq_pack),
+    "compressed-tensors": (
+        compressed("pack-quantized", 4, "int", "group", group_size=64),
+        lambda x: packed_4(x, 48 if x.shape[1] == 96 else 64),
+    ),
+    "one group": (compressed("pack-quantized", 4, "int", "channel"), lambda x: packed_4(x, 32)),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_GROUPS)
+def test_groups_of_another_size_than_the_config_says_are_refused(tmp_path, case):
+    """The 96 inputs of down_proj have 64 and 32 of them in two groups of 64; equal groups would be other numbers."""
+    settings, pack = OTHER_GROUPS[case]
+    folder(tmp_path / "odd", settings, pack)
+    for load in (models.load, stored_weights):
+        with pytest.raises(ValueError, match="groups, which do not have group_size"):
+            load(tmp_path / "odd")
+
+
+def test_zero_points_that_the_config_says_and_the_folder_lacks_are_missing(tmp_path):
+    settings = compressed("pack-quantized", 4, "int", "group", group_size=32, symmetric=False)
+    folder(tmp_path / "odd", settings, lambda x: packed_4(x, 32))
+    with pytest.raises(ValueError, match="is missing"):
+        models.load(tmp_path / "odd")
+
+
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 @pytest.mark.parametrize("kind", ["int", "float"])
 def test_compressed_tensors_of_8_bits(tmp_path, kind, strategy):
