@@ -14,7 +14,6 @@ from jattn.device import Chip
 from jattn.spec import AttentionSpec
 from jattn.types import AnyArray, AttentionType
 
-
 ALIGNED = (
     "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last query with the "
     "last key"
@@ -43,15 +42,13 @@ class PagedKernelBackend(AttentionBackend):
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
         if not isinstance(spec, AttentionSpec):
             return ()
+        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
+        aligned = (ALIGNED,) if spec.attn_type is AttentionType.ENCODER_DECODER and positional else ()
         cache_spec = cache_spec or packed_page_spec(spec)
         if cache_spec.dtype not in cls.supported_kv_cache_dtypes:  # the list has refused it
-            return ()
+            return aligned
         dtype = cls.usual_query_dtype(cache_spec)
-        found = cls.kernel_reasons(without_refused_options(cls, spec), cache_spec, chip, dtype)
-        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
-        if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
-            found = [*found, ALIGNED]
-        return tuple(found)
+        return (*cls.kernel_reasons(without_refused_options(cls, spec), cache_spec, chip, dtype), *aligned)
 
     @classmethod
     def query_reasons(cls, spec, cache_spec, chip, dtype, keys=None) -> tuple[str, ...]:
