@@ -13,7 +13,7 @@ import numpy as np
 from jattn.errors import MissingMetadataError
 from jattn.errors.arguments import INT32, as_array, booleans, integer, integers, kind, optional, short, takes
 from jattn.metadata.buckets import power_of_two, query_len_bound
-from jattn.metadata.host import array_module
+from jattn.metadata.host import array_module, is_traced
 from jattn.metadata.lengths import (
     at_least,
     causal_of,
@@ -319,7 +319,14 @@ class CommonAttentionMetadata:
         cut = {name: getattr(self, name) for name in PER_REQUEST}
         start, slots = self.query_start_loc[: num_reqs + 1], self.slot_mapping[:num_tokens]
         kept = _minimum(start, num_tokens)
-        cut["seq_lens"] = cut["seq_lens"][:num_reqs] - ((start - kept)[1:] - (start - kept)[:-1])
+        lost = (start - kept)[1:] - (start - kept)[:-1]
+        sees_others = self.dcp_local_seq_lens is not None or self.mm_prefix_ranges is not None
+        if not is_traced(lost, self.causal) and lost.any() and (sees_others or not np.all(self.causal)):
+            raise ValueError(
+                f"{num_tokens=} cuts a request whose metadata depends on all of its tokens: it is not causal, or the "
+                "batch has mm_prefix_ranges or dcp_local_seq_lens; cut between requests"
+            )
+        cut["seq_lens"] = cut["seq_lens"][:num_reqs] - lost
         xp = array_module(slots, kept)
         return self.replace(
             query_start_loc=kept,

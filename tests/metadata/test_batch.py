@@ -59,6 +59,8 @@ def test_what_is_cut_off_is_neither_written_nor_counted():
         assert_same(part, wanted.replace(**bounds))
         none = batch.unpadded(1, 3)
         assert none.query_start_loc.tolist() == [0, 1, 1, 1] and none.seq_lens.tolist() == [4, 8, 9]
+        with pytest.raises(ValueError, match="cuts a request whose metadata depends on all"):
+            batch.replace(causal=False).unpadded(4, 2)
 
 
 @given(lengths(), st.integers(0, 5))
