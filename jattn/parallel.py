@@ -4,10 +4,15 @@
     step = decode_context_parallel(spec, cache_spec, mesh, "x")          each rank: all heads, some keys
     cache, state = step(q, k, v, cache, meta, params)                    global arrays in, global arrays out
 
+A step is jitted. A call sends nothing to a device if its arguments are there: place the cache as below, and a batch on
+every device by jax.device_put(meta, NamedSharding(mesh, PartitionSpec())), once for all layers. With donate=True a call
+writes into the cache that it is given; in a jitted function of yours, its own donate_argnames decide.
+
 Inside a model's own shard_map, use PagedAttention with `rank_spec` and `rank_cache_spec`, or with `parallel=`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +24,7 @@ from jattn.attention import PagedAttention
 from jattn.backends.checks import check_cache
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.errors.arguments import check_kind, integer, kind, reals, sequence_of, short, takes, text
+from jattn.errors.arguments import boolean, check_kind, integer, kind, reals, sequence_of, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH
 from jattn.mla import MLAAttention
@@ -52,6 +57,11 @@ def _world(mesh: Mesh, axis: str) -> int:
 def _axes(name: str, value: Any) -> str | tuple[str, ...]:
     """The rule of an axis name, or of a list of names, outermost first."""
     return text(name, value) if isinstance(value, str) else sequence_of(text)(name, value)
+
+
+def _jitted(donate: bool) -> Callable[[Callable], Any]:
+    """jax.jit of a step. Without it, JAX compiles and runs the operations inside shard_map one by one."""
+    return functools.partial(jax.jit, donate_argnums=3 if donate else ())
 
 
 _SPECS = dict(spec=kind(AttentionSpec), cache_spec=kind(KVCacheSpec))
@@ -95,14 +105,22 @@ def head_partition(cache_spec: KVCacheSpec, axis: str | tuple[str, ...]) -> Part
     return PartitionSpec(None, axis) if cache_spec.heads_first else PartitionSpec(None, None, axis)
 
 
-@takes(**_SPECS)
+@takes(**_SPECS, donate=boolean)
 def tensor_parallel(
-    spec: AttentionSpec, cache_spec: KVCacheSpec, mesh: Mesh, axis: str, *, backend: str = "auto", dtype: Any = None
+    spec: AttentionSpec,
+    cache_spec: KVCacheSpec,
+    mesh: Mesh,
+    axis: str,
+    *,
+    backend: str = "auto",
+    dtype: Any = None,
+    donate: bool = False,
 ) -> Step:
     """step(q, k, v, cache, meta, params) with the heads distributed over `axis`; ranks do not communicate.
 
-    dtype: of the queries, see PagedAttention. The step takes and returns global arrays: q [T H D], and the cache of
-    `cache_spec`. Place the cache once with jattn.parallel.head_partition; every step keeps that placement.
+    dtype: of the queries, see PagedAttention. donate: see above. The step takes and returns global arrays: q [T H D],
+    and the cache of `cache_spec`. Place the cache once with jattn.parallel.head_partition; every step keeps that
+    placement.
     """
     world = _world(mesh, axis)
     local_spec, local = rank_spec(spec, axis, world), rank_cache_spec(cache_spec, world)
@@ -113,6 +131,17 @@ def tensor_parallel(
         cache, state = attn(q, k, v, dataclasses.replace(cache, spec=local), attn.build(meta), params)
         return dataclasses.replace(cache, spec=cache_spec), state
 
+    @_jitted(donate)
+    def mapped(q, k, v, cache, meta, params):
+        per_head = jax.tree.map(lambda x: PartitionSpec(*[axis] * jnp.ndim(x)), params)
+        if params.qq_bias is not None:  # a bias between tokens: the same for every head
+            per_head = dataclasses.replace(per_head, qq_bias=PartitionSpec())
+        if params.distance_bias is not None:
+            per_head = dataclasses.replace(per_head, distance_bias=PartitionSpec(axis))
+        specs = (heads, heads, heads, pools, PartitionSpec(), per_head)
+        on_ranks = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, heads), check_vma=False)
+        return on_ranks(q, k, v, cache, meta, params)
+
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | None = None):
         params = AttentionParams() if params is None else check_kind("params", params, AttentionParams)
         for name, x, count in (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads), ("v", v, spec.num_kv_heads)):
@@ -120,19 +149,12 @@ def tensor_parallel(
                 raise ValueError(f"{name}.shape={jnp.shape(x)} must be [T, {count}, ...]: the heads of all ranks")
         check_cache(cache, cache_spec)
         BATCH("meta", meta)
-        per_head = jax.tree.map(lambda x: PartitionSpec(*[axis] * jnp.ndim(x)), params)
-        if params.qq_bias is not None:  # a bias between tokens: the same for every head
-            per_head = dataclasses.replace(per_head, qq_bias=PartitionSpec())
-        if params.distance_bias is not None:
-            per_head = dataclasses.replace(per_head, distance_bias=PartitionSpec(axis))
-        specs = (heads, heads, heads, pools, PartitionSpec(), per_head)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, heads), check_vma=False)
         return mapped(q, k, v, cache, meta, params)
 
     return step
 
 
-@takes(spec=kind(AttentionSpec, MLASpec), cache_spec=kind(KVCacheSpec), interleave=integer(1))
+@takes(spec=kind(AttentionSpec, MLASpec), cache_spec=kind(KVCacheSpec), interleave=integer(1), donate=boolean)
 def decode_context_parallel(
     spec: AttentionSpec | MLASpec,
     cache_spec: KVCacheSpec,
@@ -142,13 +164,14 @@ def decode_context_parallel(
     interleave: int = 1,
     backend: str = "auto",
     dtype: Any = None,
+    donate: bool = False,
 ) -> Step:
     """step(q, k, v, cache, meta, params) with each request's keys distributed over `axis`.
 
     `interleave` consecutive keys lie on one rank, the next ones on the next rank. Every rank has all queries and the
     whole result. cache_spec.num_blocks counts the blocks of all ranks together: each has num_blocks // world of them.
     Make the batch with from_lengths(..., block_size * world): a block id then names one block on every rank. For an
-    MLASpec, k and v are kv_c and k_pe. dtype: of the queries, see PagedAttention.
+    MLASpec, k and v are kv_c and k_pe. dtype: of the queries, see PagedAttention. donate: see above.
     """
     world = _world(mesh, axis)
     if cache_spec.num_blocks % world:
@@ -166,9 +189,13 @@ def decode_context_parallel(
         return dataclasses.replace(cache, spec=cache_spec), state
 
     specs = (replicated, replicated, replicated, pools, replicated, replicated)
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, replicated), check_vma=False)
+    mapped = _jitted(donate)(
+        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, replicated), check_vma=False)
+    )
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | MLAParams | None = None):
+        check_cache(cache, cache_spec)
+        BATCH("meta", meta)
         return mapped(q, k, v, cache, meta, params)
 
     return step

@@ -9,8 +9,9 @@ tp_8x1k      8 requests of 1024 keys: the call's host time
 
 32 query heads, 8 kv heads, head dim 128, bf16, pages of 16 (of each rank). `layer_us` is the time of a layer in one
 program of LAYERS of them, merge included, each waiting for the one before; `to_one_device` is that over one device's.
-`call_us` is the time of jitted calls of one layer sent one after the other, `host_us` until such a call returns. The
-cache is donated, and the batch placed once. `differ` is the largest difference from one device's output, which other
+`call_us` is the time of jitted calls of one layer sent one after the other, `host_us` until such a call returns;
+`floor_us` is that of a program of the same arguments and results that adds 1 to the queries, JAX's own share. The cache
+is donated, and the batch placed once. `differ` is the largest difference from one device's output, which other
 benchmarks compare with float64.
 """
 
@@ -91,6 +92,12 @@ class Layer:
 
         return program.lower(*self.tokens, self.cache, self.meta).compile()
 
+    def floor(self, options: dict):
+        """A program with the arguments and results of one layer that computes next to nothing."""
+        nothing = lambda q, k, v, cache, meta: (cache, q + 1)
+        jitted = jax.jit(nothing, donate_argnums=3, keep_unused=True, compiler_options=options or None)
+        return jitted.lower(*self.tokens, self.cache, self.meta).compile()
+
     def call(self, program) -> jax.Array:
         self.cache, out = program(*self.tokens, self.cache, self.meta)
         return out
@@ -142,8 +149,10 @@ def measure(case: str, ranks: int, small: bool, variant: str) -> tuple[dict, np.
     one, many = layer.compiled(1, options), layer.compiled(LAYERS, options)
     out = np.asarray(layer.call(one).astype(jnp.float32))
     call, host = wall_us(layer, one, CALLS)
+    _, floor = wall_us(layer, layer.floor(options), CALLS)
     each = min(wall_us(layer, many, 10)[0] for _ in range(3)) / LAYERS
-    return dict(layer_us=each, call_us=call, host_us=host), out
+    figures = dict(layer_us=each, call_us=call, host_us=host, floor_us=floor, host_to_floor=host / floor)
+    return figures, out
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -174,6 +183,7 @@ def main(argv: list[str] | None = None) -> None:
             elif alone is not None and wanted is not None:
                 row["to_one_device"] = row["layer_us"] / alone["layer_us"]
                 row["host_to_one_device"] = row["host_us"] / alone["host_us"]
+                row["floor_to_one_device"] = row["floor_us"] / alone["floor_us"]
                 row["differ"] = float(np.abs(out - wanted).max())
             print(json.dumps(row), flush=True)
             records.write([row | records.provenance()], "context_parallel", records.folder_of(args))

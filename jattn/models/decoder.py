@@ -28,7 +28,7 @@ from jattn.models.layers import (
 )
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import residual
-from jattn.models.sharded_attention import ShardedAttention
+from jattn.models.sharded_attention import ShardedAttention, ShardedLatentAttention
 from jattn.models.without_cache import encode
 from jattn.nn import Angles, LatentConfig, Rope
 from jattn.nn.apply import angles_of
@@ -93,7 +93,7 @@ def _forward(
         caches, x = layer_tail.forward(config, params, x, tails, attend, model_mesh)
     if logits_at is not None:
         x = x[jnp.asarray(logits_at)]
-    return tuple(caches), head(config, params, last_hidden(config, params, x))
+    return tuple(caches), head(config, params, last_hidden(config, params, x), model_mesh)
 
 
 def _each_layer(
@@ -125,14 +125,14 @@ def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cach
     attn: a PagedAttention or, of a latent layer, an MLAAttention; or the same distributed over a mesh.
     """
     config = layer.self_attn
+    by = attn.multiply if isinstance(attn, ShardedAttention | ShardedLatentAttention) else multiply
 
     def attention(y: jax.Array) -> tuple:
         at = dict(positions=positions, angles=angles)
         if isinstance(config, LatentConfig):
             latent = lambda q, kv_c, k_pe, params: attn(q, kv_c, k_pe, cache, plan, params)
-            return project_and_attend_latent(config, weights["attn"], y, latent, **at)
+            return project_and_attend_latent(config, weights["attn"], y, latent, multiply=by, **at)
         attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
-        by = attn.multiply if isinstance(attn, ShardedAttention) else multiply
         return project_and_attend(config, weights["attn"], y, attend, multiply=by, **at)
 
     read = layer_reads(layer, weights, stream)

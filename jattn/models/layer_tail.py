@@ -20,7 +20,7 @@ from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP, activation
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import ResidualNorms
-from jattn.models.sharded_attention import REPLICATED
+from jattn.models.sharded_products import REPLICATED
 from jattn.models.tail_attention import attending
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op

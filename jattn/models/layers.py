@@ -164,7 +164,7 @@ def last_hidden(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> ja
     return normed(config.final_norm, params, "final_norm", x)
 
 
-def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array:
+def head(config: ModelConfig, params: dict[str, Any], x: jax.Array, model_mesh: ModelMesh | None = None) -> jax.Array:
     """Hidden states [L, hidden] of `last_hidden` or `encode` -> logits f32[L, vocab]."""
     if not config.has_head:
         raise ValueError(f"this {config.family} was loaded without its head; use models.load(directory, head=True)")
@@ -174,7 +174,8 @@ def head(config: ModelConfig, params: dict[str, Any], x: jax.Array) -> jax.Array
         x = activation(transform.activation)(linear(weights["transform"], x))
         x = normed(transform.norm, weights, "transform_norm", x)
     tied = config.tied_embeddings
-    logits = product(x, params["embed"] if tied else weights["kernel"], transposed=tied) * config.logits_scale
+    by = product if model_mesh is None else model_mesh.product_with_head
+    logits = by(x, params["embed"] if tied else weights["kernel"], transposed=tied) * config.logits_scale
     if config.head_bias:
         logits = logits + weights["bias"].astype(jnp.float32)[None, :]
     cap = config.logits_soft_cap

@@ -21,7 +21,8 @@ from jattn.models.config import ModelConfig
 from jattn.models.mesh_axes import CONTEXT
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
-from jattn.models.sharded_attention import REPLICATED, ShardedAttention, ShardedLatentAttention, sharded_mlp
+from jattn.models.sharded_attention import ShardedAttention, ShardedLatentAttention
+from jattn.models.sharded_products import REPLICATED, over_vocabulary, sharded_mlp, shared_partition
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.parallel import head_partition, rank_spec
@@ -275,25 +276,33 @@ class ModelMesh:
         count = mlp.num_experts // math.prod(self.mesh.shape[name] for name in self.expert_axes)  # of one rank
 
         def body(weights: dict, *rows: jax.Array) -> jax.Array:
-            first = jax.lax.axis_index(self.expert_axes) * count
+            first, own = jax.lax.axis_index(self.expert_axes) * count, rows[0]
             if self.experts_over_data:
                 rows = tuple(jax.lax.all_gather(each, "data", tiled=True) for each in rows)
             y = mlp.routed(weights, rows[0], first, count, rows[-1])
             if self.experts_over_data:
                 y = jax.lax.psum_scatter(y, "data", tiled=True)
+            y = y + mlp.of_shared(weights, own) if "shared" in weights else y
             return jax.lax.psum(y, self.axes)
 
         def distributed(weights: dict, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
-            routed = {name: part for name, part in weights.items() if name not in ("shared", "shared_gate")}
-            places = {name: REPLICATED if name == "router" else PartitionSpec(self.axes) for name in routed}
+            places = {name: PartitionSpec(self.axes) for name in weights} | {"router": REPLICATED}
+            shared = mlp.shared and shared_partition(self.inner_mesh, mlp.shared, weights["shared"])
+            places |= {"shared": shared, "shared_gate": REPLICATED}
+            used = [name for name in weights if shared is not None or name not in ("shared", "shared_gate")]
+            of_used = lambda tree: {name: tree[name] for name in used}
             rows = (x,) if routed_by is None else (x, routed_by)
             y = jax.shard_map(
-                body, mesh=self.inner_mesh, in_specs=(places, *(REPLICATED for _ in rows)), out_specs=REPLICATED,
-                axis_names=set(self.axes), check_vma=False,
-            )(routed, *rows)  # fmt: skip
-            return y if mlp.shared is None else y + mlp.of_shared(weights, x)
+                body, mesh=self.inner_mesh, in_specs=(of_used(places), *(REPLICATED for _ in rows)),
+                out_specs=REPLICATED, axis_names=set(self.axes), check_vma=False,
+            )(of_used(weights), *rows)  # fmt: skip
+            return y if mlp.shared is None or shared is not None else y + mlp.of_shared(weights, x)
 
         return distributed
+
+    def product_with_head(self, x: jax.Array, kernel: Any, *, transposed: bool) -> jax.Array:
+        """The jattn.ops.product.product of hidden states and the head, or of a table of embeddings, transposed."""
+        return over_vocabulary(self.inner_mesh, x, kernel, transposed)
 
     def replicated(self, tree: Any) -> Any:
         """Inside jit: the same arrays, whole on every rank."""

@@ -15,17 +15,11 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams
-from jattn.models.mlp import MLP
-from jattn.nn.attention_layer import linear, multiply
+from jattn.models.sharded_products import REPLICATED, columns, shard_map, summed_linear
 from jattn.ops.parallel import own_heads
-from jattn.ops.product import product
-from jattn.ops.quantised import is_quantised
 from jattn.ops.rotation import Angles
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams
-
-REPLICATED = PartitionSpec()
-"""Of an array that is whole on every rank."""
 
 AnyAttention = PagedAttention | MLAAttention
 
@@ -62,21 +56,14 @@ class ShardedAttention:
 
         plans = _plan_partition(self.attn)
         places = (heads, kv_heads, kv_heads, self.pools, plans, self._params_partition(params), REPLICATED)
-        return _shard_map(self.mesh, on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
+        return shard_map(self.mesh, on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
 
     def multiply(self, weights: dict, names: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, ...]:
         """The jattn.nn.attention_layer.Multiply: each rank has the columns of its heads; results of o are added up."""
         if names == ("o",):
             return (summed_linear(self.mesh, weights["o"], x),)
-        own = {name: weights[name] for name in names}
-        if _are_quantised(own) or not _is_divided(self.mesh):
-            return multiply(own, names, x)
         axes = {name: self.kv_axes if name in ("k", "v") else self.mesh.auto_axes for name in names}
-        columns = {name: PartitionSpec(None, axes[name]) for name in names}
-        places = {n: {"kernel": columns[n], "bias": PartitionSpec(axes[n])} for n in names}
-        places = {n: {part: places[n][part] for part in own[n]} for n in names}
-        on_rank = lambda weights, x: multiply(weights, names, x)
-        return _shard_map(self.mesh, on_rank, (places, REPLICATED), tuple(columns.values()))(own, x)
+        return columns(self.mesh, {name: weights[name] for name in names}, axes, x)
 
     def _params_partition(self, params: AttentionParams) -> AttentionParams:
         """The partition of each param. Scalars are replicated; arrays over heads are distributed like the heads."""
@@ -116,48 +103,14 @@ class ShardedLatentAttention:
 
         plans, params_places = _plan_partition(self.attn), dataclasses.replace(params, **of_params)
         places = (heads, REPLICATED, REPLICATED, self.pools, plans, params_places)
-        return _shard_map(self.mesh, on_rank, places, (self.pools, heads))(q, kv_c, k_pe, cache, m, params)
+        return shard_map(self.mesh, on_rank, places, (self.pools, heads))(q, kv_c, k_pe, cache, m, params)
 
-
-# ------------------------------------------------------------------ products
-def _is_divided(mesh: Mesh | AbstractMesh) -> bool:
-    """Does the mesh have several ranks? With one a data rank, a sum over ranks would exchange nothing."""
-    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
-
-
-def _are_quantised(weights: Any) -> bool:
-    """XLA divides these products itself: the groups of a quantised weight may be whole on each rank."""
-    return any(map(is_quantised, jax.tree.leaves(weights, is_leaf=is_quantised)))
-
-
-def summed_linear(mesh: Mesh | AbstractMesh, weights: dict, x: jax.Array) -> jax.Array:
-    """jattn.nn.attention_layer.linear of x [T, in], whose columns are distributed, as the rows of the kernel are.
-
-    Each rank rounds its sums before they are added, unless there is a bias.
-    """
-    if _are_quantised(weights) or not _is_divided(mesh):
-        return linear(weights, x)
-    axes, bias = mesh.auto_axes, weights.get("bias")
-
-    def on_rank(kernel, x):
-        y = product(x, kernel, dtype=x.dtype if bias is None else jnp.float32)
-        return jax.lax.psum(y, axes)
-
-    places = PartitionSpec(axes), PartitionSpec(None, axes)
-    y = _shard_map(mesh, on_rank, places, REPLICATED)(weights["kernel"], x)
-    return y if bias is None else (y + bias[None, :]).astype(x.dtype)
-
-
-def sharded_mlp(mesh: Mesh | AbstractMesh, mlp: MLP, weights: dict, x: jax.Array) -> jax.Array:
-    """mlp(weights, x), each rank with a part of its width."""
-    if mlp.sparsity or _are_quantised(weights) or not _is_divided(mesh):  # sparsity needs the mean over the whole width
-        return mlp(weights, x)
-    axes = mesh.auto_axes
-    into = {name: part for name, part in weights.items() if name != "down"}
-    of_part = {"kernel": PartitionSpec(None, axes), "bias": PartitionSpec(axes)}
-    places = {name: {leaf: of_part[leaf] for leaf in part} for name, part in into.items()}
-    y = _shard_map(mesh, mlp.inner, (places, REPLICATED), PartitionSpec(None, axes))(into, x)
-    return summed_linear(mesh, weights["down"], y)
+    def multiply(self, weights: dict, names: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+        """As that of ShardedAttention. The projections that are whole on every rank are computed by every rank."""
+        if names == ("o",):
+            return (summed_linear(self.mesh, weights["o"], x),)
+        axes = {name: self.mesh.auto_axes if name in ("q", "q_b") else () for name in names}
+        return columns(self.mesh, {name: weights[name] for name in names}, axes, x)
 
 
 # ------------------------------------------------------------------ context ranks
@@ -179,7 +132,7 @@ def _plans(attn: AnyAttention, mesh: Mesh | AbstractMesh, meta: CommonAttentionM
         plan = attn.build(meta)
         return plan if attn.parallel.dcp_axis is None else jax.tree.map(lambda x: jnp.asarray(x)[None], plan)
 
-    return _shard_map(mesh, on_rank, REPLICATED, _plan_partition(attn))(meta)
+    return shard_map(mesh, on_rank, REPLICATED, _plan_partition(attn))(meta)
 
 
 def _entered(attn: AnyAttention, q: jax.Array, cache: PagedKV, plan: Any) -> tuple[jax.Array, PagedKV, Any]:
@@ -196,10 +149,3 @@ def _left(
     """On a rank: what it returns. The states of its context ranks are merged; it keeps those of its own heads."""
     cache, axis = dataclasses.replace(cache, spec=cache_spec), attn.parallel.dcp_axis
     return cache, state if axis is None else jax.tree.map(lambda x: own_heads(x, axis, 1), state)
-
-
-def _shard_map(mesh: Mesh | AbstractMesh, function: Any, in_specs: Any, out_specs: Any) -> Any:
-    """A data axis is manual already where this is called."""
-    return jax.shard_map(
-        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(mesh.auto_axes), check_vma=False
-    )

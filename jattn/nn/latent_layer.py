@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jattn.errors.arguments import boolean, check_fields, integer, kind, number, optional
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.nn.attention_layer import (
+    Multiply,
     check_temperature_tuning,
-    linear,
-    linears,
+    multiply,
     temperature_tuned,
 )
 from jattn.nn.norm import Norm
@@ -79,28 +79,29 @@ def project_and_attend_latent(
     *,
     positions: jax.Array,
     angles: Angles,
+    multiply: Multiply = multiply,
 ) -> tuple:
     """x [T, hidden] -> (cache, [T, hidden]): queries and rows of x, `attend`, and the output projection.
 
     attend(q [T H nope+rope], kv_c [T L], k_pe [T rope], params) -> (cache, AttentionState).
     """
-    q, kv_c, k_pe = project_latent(config, weights, x, angles)
+    q, kv_c, k_pe = project_latent(config, weights, x, angles, multiply)
     if config.temperature_tuning is not None:
         q = temperature_tuned(q, positions, config.temperature_tuning, config.temperature_tuning_offset)
     cache, state = attend(q, kv_c, k_pe, latent_params_of(weights))
-    return cache, linear(weights["o"], state.out.reshape(x.shape[0], -1).astype(x.dtype))
+    return cache, multiply(weights, ("o",), state.out.reshape(x.shape[0], -1).astype(x.dtype))[0]
 
 
 def project_latent(
-    config: LatentConfig, weights: dict, x: jax.Array, angles: Angles
+    config: LatentConfig, weights: dict, x: jax.Array, angles: Angles, multiply: Multiply = multiply
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q [T H nope+rope], kv_c [T L], k_pe [T rope]) of x: normalised and rotated."""
     spec = config.spec
     if spec.q_lora_rank is None:
-        q, row = linears((weights["q"], weights["kv_a"]), x)
+        q, row = multiply(weights, ("q", "kv_a"), x)
     else:
-        q, row = linears((weights["q_a"], weights["kv_a"]), x)
-        q = linear(weights["q_b"], config.norm(weights["q_a_norm"], q))
+        q, row = multiply(weights, ("q_a", "kv_a"), x)
+        q = multiply(weights, ("q_b",), config.norm(weights["q_a_norm"], q))[0]
     nope, rope = jnp.split(q.reshape(x.shape[0], spec.num_heads, -1), [spec.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(row, [spec.kv_lora_rank], axis=-1)
     kv_c = config.norm(weights["kv_a_norm"], kv_c)

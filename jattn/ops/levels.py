@@ -134,6 +134,12 @@ def levels_of_cascade(levels: tuple[CommonAttentionMetadata, ...]) -> tuple[Leve
     return tuple(made)
 
 
+def merged(states: list[AttentionState], combine: Callable[[AttentionState], AttentionState] | None) -> AttentionState:
+    """`merge` of the states of this rank and, if `combine` is given, of all ranks by it; it marks empty rows itself."""
+    state = states[0] if combine is not None and len(states) == 1 else merge(*states)
+    return state if combine is None else combine(state)
+
+
 def attend_levels(
     spec: AttentionSpec,
     path: Path,
@@ -165,7 +171,7 @@ def attend_levels(
         states.append(attend(call, q, open_keys(cache, level.block_table), level.batch, params))
     if not several:
         return states[0]
-    state = merge(*states) if combine is None else combine(merge(*states))
+    state = merged(states, combine)
     if spec.has_sinks:
         assert params.sinks is not None
         state = with_sinks(state, params.sinks)

@@ -34,9 +34,8 @@ def cp_lse_ag_out_ar(state: AttentionState, axis: str, *, is_lse_base_on_e: bool
     """All heads on every rank: all-gather of the lse, all-reduce of the weighted outs; of few rows, one all-gather."""
     if state.out.size * lax.axis_size(axis) <= GATHERED:
         own = state.lse if is_lse_base_on_e else log2_lse_to_ln(state.lse)
-        packed = jnp.concatenate([state.out.astype(jnp.float32), own[..., None]], axis=-1)
-        everyone = lax.all_gather(packed, axis)
-        merged = merge(*(AttentionState(out=each[..., :-1], lse=each[..., -1]) for each in everyone))
+        outs, lses = lax.all_gather((state.out.astype(jnp.float32), own), axis)
+        merged = merge(*(AttentionState(out=out, lse=lse) for out, lse in zip(outs, lses, strict=True)))
         return dataclasses.replace(merged, out=merged.out.astype(state.out.dtype))
     part, lse = _weighted(state, axis, is_lse_base_on_e)
     return AttentionState(out=lax.psum(part, axis).astype(state.out.dtype), lse=lse)

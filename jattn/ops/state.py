@@ -57,16 +57,16 @@ def merge(*states: AttentionState) -> AttentionState:
     dtype = jnp.result_type(*(s.out for s in states))
     if len(states) == 1:
         return _with_empty_rows(states[0])
-    lse = jnp.stack([jnp.where(jnp.isposinf(s.lse), -jnp.inf, s.lse) for s in states])
-    top = jax.lax.stop_gradient(jnp.max(lse, axis=0))
+    lses = [jnp.where(jnp.isposinf(s.lse), -jnp.inf, s.lse) for s in states]
+    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
     shift = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp(lse - shift[None])
-    total = jnp.sum(weight, axis=0)
+    weights = [jnp.exp(lse - shift) for lse in lses]  # one by one, so that XLA fuses them with the sum of outs
+    total = functools.reduce(jnp.add, weights)
     nothing = total == 0
     safe = jnp.where(nothing, 1.0, total)
     parts = (
         jnp.where((w == 0)[..., None], 0.0, s.out.astype(jnp.float32) * (w / safe)[..., None])
-        for w, s in zip(weight, states, strict=True)
+        for w, s in zip(weights, states, strict=True)
     )
     out = functools.reduce(jnp.add, parts)
     return AttentionState(

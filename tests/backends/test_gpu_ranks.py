@@ -2,27 +2,15 @@
 
 import functools
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import jattn
 from jattn.backends import ContextParallel, Feature, pallas_gpu
 from jattn.device import Chip
-from jattn.parallel import decode_context_parallel
 from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
-from tests.oracle.attention import ragged
+from tests.backends.two_ranks import check_keys_on_two_ranks
 
-SIZE, WORLD = 16, 2
-QUERIES, TOTALS = (1, 3, 0, 2, 1), (70, 41, 0, 7, 1)  # the last leaves a rank without a key
-OPTIONS = {
-    "plain": ({}, {}),
-    "window, soft cap, sinks": (
-        dict(sliding_window=20, logits_soft_cap=5.0, has_sinks=True), dict(window=(19, -1), soft_cap=5.0)
-    ),
-}  # fmt: skip
+OPTIONS = {"plain": {}, "window, soft cap, sinks": dict(sliding_window=20, logits_soft_cap=5.0, has_sinks=True)}
 
 
 @pytest.mark.slow
@@ -30,38 +18,7 @@ OPTIONS = {
 @pytest.mark.parametrize("interleave", [1, 8])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_keys_on_two_ranks_are_attention_by_its_definition(name, interleave):
-    """Two steps, the first of which only writes; poisoned pages, a padded request and padding tokens."""
-    options, witness = OPTIONS[name]
-    spec = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=64, **options)
-    cache_spec = jattn.KVCacheSpec(num_blocks=40, block_size=SIZE, num_kv_heads=2, head_dim=64, dtype="bfloat16")
-    rng, normal = np.random.default_rng(0), lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
-    table = np.full((5, 5), 10**6)
-    table[:, :3] = rng.permutation(20)[:15].reshape(5, 3)
-    keys = [[normal(total, 2, 64) for total in TOTALS] for _ in range(2)]
-    q, count = normal(sum(QUERIES) + 5, 4, 64), sum(QUERIES)
-    q[count:] = np.nan
-    sinks = np.linspace(-1, 1, 4)
-    params = jattn.AttentionParams(sinks=jnp.asarray(sinks, jnp.float32) if spec.has_sinks else None)
-    build = functools.partial(jattn.CommonAttentionMetadata.from_lengths, block_table=table, block_size=SIZE * WORLD)
-    mesh = Mesh(np.array(jax.devices()[:WORLD]), ("x",))
-    with interpreted_warps():
-        both = [decode_context_parallel(spec, cache_spec, mesh, "x", interleave=interleave, backend=backend)
-                for backend in ("sdpa", "pallas_gpu")]  # fmt: skip
-        cache = jattn.empty_cache(cache_spec, float("nan"), platform="cpu")
-        k, v = (np.concatenate(x) for x in keys)
-        written = jax.jit(both[0])(jnp.zeros((len(k), 4, 64), k.dtype), k, v, cache, build(TOTALS, TOTALS), params)[0]
-        last = [np.concatenate([x[n - m :] for x, n, m in zip(xs, TOTALS, QUERIES, strict=True)]) for xs in keys]
-        last = [np.pad(x, ((0, 5), (0, 0), (0, 0))) for x in last]
-        meta = build(QUERIES, TOTALS, num_tokens=count + 5, num_reqs=6)
-        _, state = jax.jit(both[1])(q, *last, written, meta, params)
-        out, lse = np.asarray(state.out, np.float64), np.asarray(state.lse)
-    want, want_lse = ragged(
-        q[:count].astype(float), *keys, QUERIES, scale=64**-0.5, sinks=sinks if spec.has_sinks else None, **witness
-    )
-    assert state.out.dtype == jnp.bfloat16
-    np.testing.assert_allclose(out[:count], want, atol=2e-2)
-    np.testing.assert_allclose(lse[:count], want_lse, atol=1e-4)
-    assert (out[count:] == 0).all() and np.isneginf(lse[count:]).all()
+    check_keys_on_two_ranks("pallas_gpu", interleave, OPTIONS[name], interpreted_warps(), platform="cpu")
 
 
 TWO = ContextParallel(dcp_axis="x", dcp_world_size=2)

@@ -16,9 +16,11 @@ from jattn import UnsupportedError, models
 from jattn.engine import Engine, SamplingParams, sizing, warming
 from jattn.engine.dispatch import dispatch
 from jattn.engine.footprint import Footprint
+from jattn.models import sharded_products
 from jattn.models.load import stored_weights
 from jattn.ops import product
 from jattn.ops.quantised import is_quantised, plain
+from pallas_kernels.cpu.native import library
 from tests.models import test_hub_formats, tiny
 
 VOCAB = 64
@@ -162,11 +164,16 @@ def test_a_cache_of_8_bits_has_its_scales_where_its_heads_are():
 
 
 # ------------------------------------------------------------------ what lies where, and what is sent
-def collectives(served: Engine) -> list[tuple[str, int]]:
-    """(operation, numbers in its result) of each collective in the program of the largest batch."""
+def program_of(served: Engine) -> str:
+    """The compiled program of the largest batch."""
     runner = served.runner
     batch = warming._padding(runner.model, served.shapes, served.shapes.all()[-1])
-    program = dispatch.lower(runner.model, runner.params, runner.caches, runner._row_state, batch).compile().as_text()
+    return dispatch.lower(runner.model, runner.params, runner.caches, runner._row_state, batch).compile().as_text()
+
+
+def collectives(served: Engine) -> list[tuple[str, int]]:
+    """(operation, numbers in its result) of each collective in the program of the largest batch."""
+    program = program_of(served)
     names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     found = []
     for shapes, name in re.findall(rf"= (.*?) ({names})(?:-start)?\(", program):
@@ -196,6 +203,7 @@ def test_a_product_that_xla_cannot_divide_would_gather_its_weights(monkeypatch):
         "cpu", np.ones((1, 1), np.float32), (), np.dtype("float32")
     ):
         pytest.skip("the C++ product is not built here")
+    monkeypatch.setattr(sharded_products, "is_divided", lambda mesh: False)
     monkeypatch.setattr(product, "is_partitioned", lambda: False)
     served = engine(models.config_of(COMMON | dict(model_type="llama", num_key_value_heads=8)), mesh=mesh(4))
     assert max(size for name, size in collectives(served) if name == "all-gather") >= 32 * 64
@@ -290,6 +298,22 @@ def test_quantised_weights_give_the_tokens_of_one_device(config, quantization, d
     served.wake()
     assert tokens(served) == wanted
     jax.tree.map(np.testing.assert_array_equal, numbers(served.params), numbers(params_of(config, quantization)))
+
+
+@pytest.mark.parametrize(
+    ("config", "quantization", "of_layers"),
+    [(LLAMA, "int4", [4, 4]), (LATENT, "int8", [5, 5])],
+    ids=["dense", "latent cache, a shared expert"],
+)
+def test_each_rank_multiplies_by_its_quantised_weights_as_they_are(config, quantization, of_layers):
+    """q, k and v; o; gate and up; down. Of a latent layer q_a with kv_a, q_b, o. And the head."""
+    if not library.status().isas:
+        pytest.skip("the C++ product is not built here")
+    program = program_of(engine(config, quantization, mesh=mesh(2), deterministic=True))
+    assert program.count('custom_call_target="jattn_cpu_packed_product"') == sum(of_layers) + 1
+    assert program.count('custom_call_target="jattn_cpu_expert_product"') == 3 * sum(
+        layer.moe is not None for layer in config.layers
+    )
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"], ids=["stored packed", "quantised at load"])

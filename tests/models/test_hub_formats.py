@@ -1,4 +1,4 @@
-"""Folders with quantised weights: packed here by hand from each format's specification, and by compressed-tensors."""
+"""Folders with quantised weights, packed here by hand from each format's specification."""
 
 import functools
 import json
@@ -336,24 +336,6 @@ def test_compressed_tensors_of_8_bits(tmp_path, kind, strategy):
 
     settings = compressed(f"{kind}-quantized", 8, kind, strategy)
     check(tmp_path / "plain", settings, pack, "int8" if kind == "int" else "fp8")
-
-
-def test_compressed_tensors_as_its_library_packs_them():
-    """The functions that write such folders, if the library is here."""
-    pytest.importorskip("compressed_tensors")
-    import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # pyright: ignore
-
-    from jattn.models.hub_formats import METHODS, ConfigReader
-
-    codes = RNG.integers(-8, 8, (16, 64)).astype(np.int8)
-    zeros = RNG.integers(-8, 8, (16, 2)).astype(np.int8)
-    packed = pack_to_int32(torch.from_numpy(codes), 4).numpy()
-    packed_zeros = pack_to_int32(torch.from_numpy(zeros), 4, packed_dim=0).contiguous().numpy()
-    scheme = METHODS["compressed-tensors"](ConfigReader(compressed("pack-quantized", 4, "int", "group", group_size=32)))
-    decoded = scheme.decode(packed, np.ones((16, 2), np.float32), np.array(codes.shape), packed_zeros)
-    np.testing.assert_array_equal(decoded.codes.astype(int) - 8, codes)
-    np.testing.assert_array_equal(decoded.zero_points, zeros)
 
 
 @pytest.mark.parametrize("name", ["", "model-Q4_K_M.gguf"])

@@ -210,6 +210,34 @@ def test_heads_over_ranks_are_attention(world, feature, layout):
     problem.answer(cache).check(state)
 
 
+# ---------------------------------------------------------------------- a call outside jit
+
+
+@pytest.mark.parametrize("shares_keys", [False, True])
+def test_a_call_with_placed_arguments_compiles_nothing_sends_nothing_and_writes_in_place(shares_keys, compiles):
+    problem = Problem(case=Case("decodes", (1, 1), (9, 5)), heads=4, kv_heads=2)
+    spec = dataclasses.replace(problem.cache_spec, num_blocks=8)
+    make, pools = tensor_parallel, head_partition(spec, AXIS)
+    if shares_keys:
+        make, pools = decode_context_parallel, PartitionSpec(AXIS)
+    step = make(problem.spec, spec, mesh(2), AXIS, backend="sdpa", donate=True)
+    place = lambda tree, where: jax.device_put(tree, jax.NamedSharding(mesh(2), where))
+    size = spec.block_size * (2 if shares_keys else 1)
+    meta = jattn.CommonAttentionMetadata.from_lengths([1, 1], [9, 5], [[0, 1, 2], [3, 0, 0]], size)
+    heads = PartitionSpec() if shares_keys else PartitionSpec(None, AXIS)
+    q, k, v = (place(problem.rng(name).normal(size=(2, n, problem.head_dim)).astype(np.float32), heads)
+               for name, n in (("q", 4), ("k", 2), ("v", 2)))  # fmt: skip
+    cache, meta, params = place(jattn.empty_cache(spec), pools), place(meta, PartitionSpec()), jattn.AttentionParams()
+    cache, first = step(q, k, v, cache, meta, params)
+    cache, _ = step(q, k, v, cache, meta, params)
+    before, parts = cache.k, [shard.data.unsafe_buffer_pointer() for shard in cache.k.addressable_shards]
+    with compiles() as seen, jax.transfer_guard("disallow"):
+        cache, again = step(q, k, v, cache, meta, params)
+    assert seen.names == [] and before.is_deleted()
+    assert [shard.data.unsafe_buffer_pointer() for shard in cache.k.addressable_shards] == parts
+    np.testing.assert_array_equal(first.out, again.out)
+
+
 # ---------------------------------------------------------------------- refusals
 
 
