@@ -159,7 +159,8 @@ class Engine:
         if mesh is not None:
             sharding = admission.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
             sharding = sharding.weight_sharding(config)
-        tokenizer, template = load_tokenizer(directory), load_chat_template(directory)  # refused before weights are read
+        # first, because a folder without a tokenizer is refused
+        tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
         config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
         return cls(
             config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
