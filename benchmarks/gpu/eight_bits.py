@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu.eight_bits KIND [--write | --out DIR] [--seconds 60] [--only PARTS] [--meet DIR --beside N]
 
-exact: tiles are decoded and multiplied in 16 bits. rounded: compute_dtype, queries and weights of 8 bits; `rel_err` is
-beside float64 with the same rounding, `exact_rel_err` beside float64 without. scales: one for each token and head.
+exact: tiles are decoded and multiplied in 16 bits; also with the variants of the config that may be faster. rounded:
+compute_dtype, queries and weights of 8 bits; `rel_err` is beside float64 with the same rounding, `exact_rel_err` beside
+float64 without. scales: one for each token and head.
 write: of new keys and values. --meet: N processes with different kinds compile and check side by side, meet in that
 folder, and take their times in turn.
 """
@@ -31,6 +32,7 @@ ROUNDED_BOUND = 2e-2  # weights near the middle of two values of 8 bits may be r
 BY_NAME = {case.name: case for case in cases.CHECKED + cases.TIMED}
 EIGHT = dict(kv_dtype=FP8)
 ROUNDED, SCALES = dict(compute_dtype=FP8), dict(token_scales=True)
+INTEGERS, ALL_AT_ONCE = dict(integer_decode=True), dict(ping_pong=False)  # variants of `exact`, timed beside it
 SMALL = (("window", 300), ("soft_cap", 20.0), ("alibi", True), ("has_sinks", True))
 
 
@@ -60,7 +62,7 @@ CHECKED = {
     "write": [],
 }
 TIMED = {
-    "exact": [(of("pre_1x8k"), {}), (of("mixed_32d_2p"), {})],
+    "exact": [(of(name), fields) for fields in ({}, INTEGERS, ALL_AT_ONCE) for name in ("pre_1x8k", "mixed_32d_2p")],
     "rounded": [
         (of("pre_1x8k"), ROUNDED), (of("pre_1x8k"), ROUNDED | dict(ping_pong=False)), (of("mixed_32d_2p"), ROUNDED),
         (BY_NAME["dec_16x32k_fp8"], ROUNDED), (of("dec_1x128k"), ROUNDED),
@@ -163,9 +165,8 @@ def taking_turns(turns: Turns, todo: Iterator[jobs.Job]) -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run what the time allows; ends the process with 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.eight_bits", description=__doc__.splitlines()[0])
+    parser = jobs.parser_of("eight_bits", __doc__, seconds=60)
     parser.add_argument("kind", choices=CHECKED)
-    jobs.add_options(parser, seconds=60)
     parser.add_argument("--meet", type=pathlib.Path, help="folder of the processes beside this one")
     parser.add_argument("--beside", type=int, default=1, help="processes, this one included")
     parser.add_argument("--checks", type=float, default=45, help="seconds after which the times do not wait for checks")

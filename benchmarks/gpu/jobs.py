@@ -9,18 +9,32 @@ from typing import Any
 
 from benchmarks import records
 from benchmarks.gpu import cupti
+from jattn import device
 
 FIGURES = ("us", "xla_us", "differ", "list_us", "tb_s", "tflop_s", "rel_err", "lse_err", "exact_rel_err", "error")
 LAST_SECONDS = 15  # nothing begins in them
 Job = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 
 
-def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
-    """--seconds, --stuck, --only, and where rows are written."""
+def parser_of(program: str, doc: str | None, seconds: float) -> argparse.ArgumentParser:
+    """The options of benchmarks.gpu.`program`: the time, the cases, where rows are written. doc: of its module."""
+    description = (doc or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.gpu.{program}", description=description)
     records.add_options(parser)
     parser.add_argument("--seconds", type=float, default=seconds, help=f"nothing begins in the last {LAST_SECONDS}")
     parser.add_argument("--stuck", type=float, default=60, help="seconds of one case after which the process ends")
     parser.add_argument("--only", default="", help="parts of labels, separated by commas")
+    return parser
+
+
+def main(
+    program: str, doc: str | None, jobs_of: Callable[[], Iterable[Job]], seconds: float, argv: list[str] | None
+) -> int:
+    """Run a program without options of its own; its rows go to the file of its name. 1 if a result was wrong."""
+    args = parser_of(program, doc, seconds).parse_args(argv)
+    origin = records.provenance()
+    print(origin, device.processors(), "multiprocessors", flush=True)
+    return int(run(jobs_of(), args, origin, program) > 0)
 
 
 def is_wanted(label: str, args: argparse.Namespace) -> bool:

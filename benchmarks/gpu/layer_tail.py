@@ -8,7 +8,6 @@ time to read the weights at 4.68 TB/s, the most that this memory gives. `err` is
 `xla_err` that of XLA's bf16 products; `same`: five repeats gave equal bits.
 """
 
-import argparse
 import functools
 import sys
 from typing import Any
@@ -17,9 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import records
 from benchmarks.gpu import cupti, jobs
-from jattn import device
 from jattn.engine.xla_options import CUDA_OPTIONS
 from jattn.nn import layer_tail as op
 from jattn.nn.norm import Norm
@@ -118,14 +115,7 @@ def jobs_of():
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.layer_tail", description=(__doc__ or "").splitlines()[0]
-    )
-    jobs.add_options(parser, seconds=60)
-    args = parser.parse_args(argv)
-    origin = records.provenance()
-    print(origin, device.processors(), "multiprocessors", flush=True)
-    return int(jobs.run(jobs_of(), args, origin, "layer_tail") > 0)
+    return jobs.main("layer_tail", __doc__, jobs_of, 60, argv)
 
 
 if __name__ == "__main__":

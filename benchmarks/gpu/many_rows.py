@@ -8,7 +8,6 @@ weights at 4.68 TB/s and of multiplying at 700 TFLOP/s, which this card sustains
 largest value of sampled rows.
 """
 
-import argparse
 import functools
 import sys
 
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import records
 from benchmarks.gpu import cupti, jobs
 from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS
 from jattn.ops import many_rows
@@ -97,12 +95,7 @@ def jobs_of():
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.many_rows", description=(__doc__ or "").splitlines()[0]
-    )
-    jobs.add_options(parser, seconds=60)
-    args = parser.parse_args(argv)
-    return int(jobs.run(jobs_of(), args, records.provenance(), "many_rows") > 0)
+    return jobs.main("many_rows", __doc__, jobs_of, 60, argv)
 
 
 if __name__ == "__main__":

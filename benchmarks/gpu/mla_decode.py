@@ -332,8 +332,7 @@ def with_fields(case: LatentCase, fields: dict) -> LatentCase:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_decode", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=240)
+    parser = jobs.parser_of("mla_decode", __doc__, seconds=240)
     parser.add_argument("--parts", default="check,time,several,write,variants,sdpa")
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--flashmla", nargs=2, metavar=("SCRIPT", "LIBRARY"))

@@ -6,7 +6,6 @@
 FLOP: 2 (576 + 512) for each listed key and head.
 """
 
-import argparse
 import dataclasses
 import sys
 
@@ -97,8 +96,7 @@ def measure(case: ListedCase, iterations: int) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_listed", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=60)
+    parser = jobs.parser_of("mla_listed", __doc__, seconds=60)
     parser.add_argument("--iterations", type=int, default=8)
     args = parser.parse_args(argv)
     listed = ((dict(case=c.name, backend="mla_pallas_gpu"), lambda c=c: measure(c, args.iterations)) for c in CASES)

@@ -8,7 +8,6 @@ R + V) each, and the projection of every row once, 2 L (nope + V) a head; not th
 copies. `attention_tflop_s` counts the first alone.
 """
 
-import argparse
 import dataclasses
 import sys
 from unittest import mock
@@ -131,8 +130,7 @@ def _error(case: PrefillCase, q, cache: PagedKV, params: MLAParams, table, state
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.mla_prefill", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=90)
+    parser = jobs.parser_of("mla_prefill", __doc__, seconds=90)
     parser.add_argument("--iterations", type=int, default=8)
     args = parser.parse_args(argv)
 

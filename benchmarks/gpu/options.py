@@ -52,9 +52,7 @@ def jobs_of(pool: ThreadPoolExecutor) -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.options", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=40)
-    args = parser.parse_args(argv)
+    args = jobs.parser_of("options", __doc__, seconds=40).parse_args(argv)
     origin = records.provenance()
     print(origin, flush=True)
     with ThreadPoolExecutor(8) as pool:

@@ -8,7 +8,6 @@ gives, over `us`. `err` is the largest error over the spread of the results, of 
 way to share the work.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks import records
 from benchmarks.gpu import cupti, jobs
 from jattn import device
 from jattn.ops import product as product_ops
@@ -223,14 +221,7 @@ def jobs_of():
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.packed_product", description=(__doc__ or "").splitlines()[0]
-    )
-    jobs.add_options(parser, seconds=90)
-    args = parser.parse_args(argv)
-    origin = records.provenance()
-    print(origin, device.processors(), "multiprocessors", flush=True)
-    return int(jobs.run(jobs_of(), args, origin, "packed_product") > 0)
+    return jobs.main("packed_product", __doc__, jobs_of, 90, argv)
 
 
 if __name__ == "__main__":

@@ -6,37 +6,53 @@
     python -m benchmarks.gpu.sanitize --list
 
 The program is in the CUDA toolkit and in the package nvidia-cuda-sanitizer-api. Only Mosaic's kernels are checked. DIR
-gets a file for each run, and summary.jsonl. A run is clean if the tool found nothing and the numbers are right. In one
-process, memcheck crashed after three cases. Runs begin in the order of --only, or of SAMPLE, a tool after the other, so
-that what must be known first comes first, and none in the last 10 seconds.
+gets summary.jsonl, a row for each run, and logs.txt, what the tools wrote. A run is clean if the tool found nothing and
+the numbers are right. In one process, memcheck crashed after three cases. Runs begin in the order of --only, or of
+SAMPLE, a tool after the other, so that what must be known first comes first, and none in the last seconds.
+
+Each tool's first run is a control: a kernel with a fault of the kind that the tool looks for (synccheck has none). If
+the fault is not reported, the tool sees no kernel of ours (its filter of names, a machine that it does not support),
+clean runs say nothing, and those of the tool that have not begun are left out.
 """
 
 import argparse
 import collections
 import dataclasses
 import functools
+import glob
 import json
 import os
 import pathlib
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import cases, check, layer_tail, mla_decode, packed_product, variants, write
+from benchmarks.gpu import cases, check, faults, layer_tail, mla_decode, packed_product, variants, write
 from jattn.nn import layer_tail as tail_op
 from jattn.ops import many_rows, product
 
 TOOLS = ("racecheck", "memcheck", "synccheck")
 LENGTHS = ((1, 300), (70, 150), (5, 133), (0, 0), (9, 200))  # a tool makes a kernel up to 100 times slower
-SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"  # where the toolkit has it
+PLACES = (  # where the program may be if PATH has none
+    "/usr/local/cuda*/bin/compute-sanitizer",
+    "/opt/nvidia/*/compute-sanitizer",
+    sysconfig.get_path("purelib") + "/nvidia/**/compute-sanitizer",  # of the package
+)
+CONTROLS = {"racecheck": "control race", "memcheck": "control bounds"}
 FOUND, WRONG = 9, 8  # exit codes
+LEAST = 20  # seconds: a process that imports JAX and compiles a kernel takes as long
+LONGEST_LOG = 20_000  # characters of a run's log that are kept
 PROCESSORS = 16  # whose CTAs the warp-level kernel has; of more, most would have no work
 WARPS = (
     "mix", "mix_window", "mix_spans", "mix_qq", "mix_sinks", "mix_d64_v64", "mix_d256_v256", "mix_fp8", "mix_int8",
@@ -109,58 +125,123 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
         found[f"write {name}"] = functools.partial(write.measure, name, iterations=0)
     for form in packed_product.FORMS:
         found[f"packed {form}"] = functools.partial(packed, form)
+    found |= {"control race": faults.race, "control bounds": faults.bounds}
     found |= {f"many_rows {'gated' if g else 'joined'}": functools.partial(product_of_many_rows, g) for g in (0, 1)}
     return found | {"layer_tail": tail}
 
 
+def find_sanitizer() -> str | None:
+    """The program's path; None: it is not on this machine."""
+    known = [
+        shutil.which("compute-sanitizer"),
+        *(path for place in PLACES for path in glob.glob(place, recursive=True)),
+    ]
+    return next((path for path in known if path and os.path.isfile(path) and os.access(path, os.X_OK)), None)
+
+
 def command(sanitizer: str, tool: str, name: str, log: pathlib.Path) -> list[str]:
-    """The command line of one run."""
+    """The command line of one run. JAX starts ptxas, which is no target."""
     options = ["--tool", tool, "--kernel-name", "kns=mosaic_gpu", "--error-exitcode", str(FOUND)]
-    own = [sys.executable, "-m", "benchmarks.gpu.sanitize", "--case", name]
-    return [sanitizer, *options, "--log-file", str(log), *own]
+    options += ["--target-processes", "application-only", "--log-file", str(log)]
+    return [sanitizer, *options, sys.executable, "-m", "benchmarks.gpu.sanitize", "--case", name]
+
+
+def environment(tool: str, cache: pathlib.Path) -> dict[str, str]:
+    """Of a run. Several processes share the card's memory, and the tools compile the same programs."""
+    own = dict(XLA_PYTHON_CLIENT_PREALLOCATE="false", PYTHONUNBUFFERED="1")
+    own |= dict(JAX_COMPILATION_CACHE_DIR=str(cache), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
+    if tool == "memcheck":  # an allocation for each array, or what lies past one would be another one's
+        own["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
+    return os.environ | own
 
 
 def verdict(code: int, text: str) -> str:
-    """clean | hazards | wrong | crashed, from the exit code and the tool's log."""
-    finished = "RACECHECK SUMMARY" in text or "ERROR SUMMARY" in text
-    known = {0: "clean", FOUND: "hazards", WRONG: "wrong"}
-    return known.get(code, "crashed") if finished else "crashed"
+    """clean | hazards | wrong | crashed, from the exit code and the tool's log.
+
+    racecheck's exit code says nothing of hazards that are warnings.
+    """
+    found = found_in(text)
+    if found is None or code not in (0, FOUND, WRONG):
+        return "crashed"
+    if code == FOUND or found:
+        return "hazards"
+    return "wrong" if code == WRONG else "clean"
 
 
-def run_one(args: argparse.Namespace, end: float, tool: str, name: str) -> dict | None:
-    """The row of one run; None if there is no time left for it. end: in time.time()'s seconds."""
-    start = time.time()
-    if end - start < 10:
-        return None
-    log = args.log / f"{tool} {name}.txt".replace(" ", "_").replace("/", "_")
-    own = os.environ | dict(XLA_PYTHON_CLIENT_PREALLOCATE="false")  # several processes share the card's memory
-    try:
-        line = command(args.sanitizer, tool, name, log)
-        done = subprocess.run(line, timeout=end - start, capture_output=True, env=own)
-        code, said = done.returncode, (done.stdout + done.stderr)[-500:].decode(errors="replace")
-    except subprocess.TimeoutExpired:
-        code, said = -1, "out of time"
-    found = verdict(code, log.read_text(errors="replace") if log.exists() else "")
-    row = dict(tool=tool, case=name, verdict=found, code=code, seconds=round(time.time() - start, 1))
-    return row | ({} if found == "clean" else dict(said=said))
+def found_in(text: str) -> int | None:
+    """How many faults a tool's log counts; None: the log has no end."""
+    counts = re.findall(r"(?:RACECHECK|ERROR) SUMMARY: (\d+) ", text)
+    return sum(map(int, counts)) if counts else None
+
+
+@dataclasses.dataclass
+class Runs:
+    """The runs of one call, some at the same time."""
+
+    sanitizer: str
+    end: float  # in time.time()'s seconds
+    folder: pathlib.Path  # of this call, for logs and compiled programs; removed later
+    blind: set = dataclasses.field(default_factory=set)  # tools that did not see their control's fault
+
+    def one(self, tool: str, name: str) -> dict | None:
+        """The row of one run; None if there is no time left for it, or if its tool is blind."""
+        start = time.time()
+        if self.end - start < LEAST or tool in self.blind:
+            return None
+        row, text = self._run(tool, name, start)
+        if name == CONTROLS.get(tool):
+            row["verdict"] = "seen" if found_in(text) else "blind"  # a bad address ends the program with another code
+            self.blind |= {tool} if row["verdict"] == "blind" else set()
+        if row["verdict"] in ("clean", "seen"):
+            del row["said"]
+        return row | dict(log=text[-LONGEST_LOG:])
+
+    def _run(self, tool: str, name: str, start: float) -> tuple[dict, str]:
+        log = self.folder / (re.sub(r"\W+", "_", f"{tool} {name}") + ".txt")
+        line, env = command(self.sanitizer, tool, name, log), environment(tool, self.folder / "compiled")
+        with log.with_suffix(".out").open("w+b") as out:  # a file: what a killed process leaves behind holds no pipe
+            run = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+            try:
+                code = run.wait(timeout=self.end - start)
+            except subprocess.TimeoutExpired:
+                code = None
+                os.killpg(run.pid, signal.SIGKILL)  # the program that is checked, too
+                run.wait()
+            out.seek(0)
+            said = out.read()[-1000:].decode(errors="replace")
+        text = log.read_text(errors="replace") if log.exists() else ""
+        found = "unfinished" if code is None else verdict(code, text)
+        took = round(time.time() - start, 1)
+        return dict(tool=tool, case=name, verdict=found, code=code, seconds=took, said=said), text
 
 
 def run_all(args: argparse.Namespace, names: list[str]) -> int:
     """The number of runs that are not clean."""
     args.log.mkdir(parents=True, exist_ok=True)
-    end, counts, skipped = time.time() + args.seconds, collections.Counter(), 0
-    wanted = [(tool, name) for tool in args.tools.split(",") for name in names]
-    with (args.log / "summary.jsonl").open("a", encoding="utf-8") as summary, ThreadPoolExecutor(args.jobs) as pool:
-        for row in pool.map(lambda each: run_one(args, end, *each), wanted):
-            if row is None:
+    counts, skipped, tools = collections.Counter(), 0, args.tools.split(",")
+    wanted = [(tool, CONTROLS[tool]) for tool in tools if tool in CONTROLS]
+    wanted += [(tool, name) for tool in tools for name in names if name not in CONTROLS.values()]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        (args.log / "summary.jsonl").open("a", encoding="utf-8") as summary,
+        (args.log / "logs.txt").open("a", encoding="utf-8") as logs,
+        ThreadPoolExecutor(args.jobs) as pool,
+    ):
+        runs = Runs(args.sanitizer, time.time() + args.seconds, pathlib.Path(folder))
+        for done in as_completed([pool.submit(runs.one, *each) for each in wanted]):
+            if (row := done.result()) is None:
                 skipped += 1
                 continue
             counts[row["verdict"]] += 1
-            print(f"{row['verdict']:8s} {row['tool']:10s} {row['case']:48s} {row['seconds']} s", flush=True)
+            print(f"{row['verdict']:10s} {row['tool']:10s} {row['case']:48s} {row['seconds']} s", flush=True)
+            logs.write(f"\n##### {row['tool']} {row['case']}: {row['verdict']}\n{row.pop('log')}")
             summary.write(json.dumps(row) + "\n")
-            summary.flush()
-    print(dict(counts), f"skipped for time: {skipped}", flush=True)
-    return sum(counts.values()) - counts["clean"] + skipped
+            for file in (logs, summary):
+                file.flush()
+            if row["verdict"] in ("blind", "crashed"):
+                print(row["said"][-400:], flush=True)
+    print(dict(counts), f"skipped: {skipped}", flush=True)
+    return sum(counts.values()) - counts["clean"] - counts["seen"] + skipped
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -169,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--case", help="run this variant here")
     parser.add_argument("--list", action="store_true", help="print the variants")
     parser.add_argument("--log", type=pathlib.Path, default=pathlib.Path("sanitizer"), help="folder of the logs")
-    parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer") or SANITIZER, help="path")
+    parser.add_argument("--sanitizer", default=find_sanitizer(), help="path")
     parser.add_argument("--tools", default=",".join(TOOLS))
     parser.add_argument("--only", default="", help="parts of names, separated by commas")
     parser.add_argument("--sample", action="store_true", help="the variants of SAMPLE")
@@ -187,6 +268,8 @@ def main(argv: list[str] | None = None) -> int:
         row = known[args.case]()
         print(row, flush=True)
         return 0 if bool(np.all(row["ok"])) else WRONG
+    if args.sanitizer is None or not os.access(args.sanitizer, os.X_OK):
+        parser.error(f"no program {args.sanitizer or 'compute-sanitizer'}: --sanitizer PATH says where it is")
     return int(run_all(args, names) > 0)
 
 

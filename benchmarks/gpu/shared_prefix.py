@@ -10,7 +10,6 @@ Expected on an H200: 256 requests with 32k shared and 256 own tokens 310 us, of 
 TFLOP/s and 65 the own ones at 4 TB/s; the flat batch at least 3400, as each 64 rows of a product hold 4 queries.
 """
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import records
 from benchmarks.gpu import cupti, jobs
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -132,10 +130,7 @@ def jobs_of() -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.shared_prefix", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=90)
-    args = parser.parse_args(argv)
-    return int(jobs.run(jobs_of(), args, records.provenance(), "shared_prefix") > 0)
+    return jobs.main("shared_prefix", __doc__, jobs_of, 90, argv)
 
 
 if __name__ == "__main__":

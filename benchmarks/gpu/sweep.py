@@ -10,7 +10,6 @@ else that of a CUDA graph, which has the gaps between kernels. --set is a python
 every case; with it, cases that the kernel refuses are left out.
 """
 
-import argparse
 import json
 import math
 import os
@@ -199,10 +198,7 @@ def selected(args) -> tuple[list[cases.KernelCase], list[tuple]]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.sweep", description="Sweep shapes beside FlashAttention-3."
-    )
-    jobs.add_options(parser, seconds=100)
+    parser = jobs.parser_of("sweep", "Sweep shapes beside FlashAttention-3.", seconds=100)
     parser.add_argument("--fa3", metavar="LIBRARY")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cases", type=int, default=len(sweep_cases.CLASSES))

@@ -8,7 +8,6 @@ its own: rotation, write, attention and the rest of the layer in one launch; `ap
 first layer, `apart_err` that of the four launches; `same`: three repeats gave equal bits.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -20,9 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import records
 from benchmarks.gpu import jobs, layer_tail
-from jattn import device
 from jattn.engine.xla_options import CUDA_OPTIONS
 from jattn.nn import Rope
 from jattn.nn import layer_tail as op
@@ -238,14 +235,7 @@ def jobs_of():
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.gpu.tail_attention", description=(__doc__ or "").splitlines()[0]
-    )
-    jobs.add_options(parser, seconds=60)
-    args = parser.parse_args(argv)
-    origin = records.provenance()
-    print(origin, device.processors(), "multiprocessors", flush=True)
-    return int(jobs.run(jobs_of(), args, origin, "tail_attention") > 0)
+    return jobs.main("tail_attention", __doc__, jobs_of, 60, argv)
 
 
 if __name__ == "__main__":

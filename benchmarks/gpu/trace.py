@@ -13,7 +13,8 @@ time between two such returns of a request, `itl` that time spread evenly over t
 
 The floor is what no engine can beat with these rows: each decode step reads the weights once and the keys and values of
 its rows once, at the rate at which this card reads memory; prompts are matrix products at this card's rate. Requests
-start in order as soon as a row is free. Both rates are measured in the same run, in a process of its own.
+start in order as soon as a row is free. That of a first token is products, and this repository's attention over the
+prompt. All are measured in the same run, in a process of its own.
 
 --small is a model for trying the script on a CPU; it has no floor and no profile.
 """
@@ -44,8 +45,6 @@ from jattn.engine import runner as engine_runner
 from jattn.text import ByteTokenizer
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-PREFILL_RECORD = "pre_1x8k"
-"""The record of benchmarks.gpu.table whose rate stands for the attention of a prompt. Its heads have 128 elements."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,9 +280,27 @@ def floor_of(config, params, work, rows: int, ceilings: dict) -> dict:
     return parts | dict(floor_seconds=seconds, floor_tokens_per_s=tokens / seconds, floor_steps=steps)
 
 
+def prompt_attention_ms() -> float:
+    """Milliseconds that one layer of the Llama attends to a prompt of TTFT_PROMPT tokens, on a cool card."""
+    heads, kv_heads, dim = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"], LLAMA["head_dim"]
+    spec = jattn.KVCacheSpec(num_blocks=TTFT_PROMPT // 16, block_size=16, num_kv_heads=kv_heads, head_dim=dim)
+    attn = jattn.PagedAttention(jattn.AttentionSpec(num_heads=heads, num_kv_heads=kv_heads, head_dim=dim), spec)
+    table = np.arange(spec.num_blocks, dtype=np.int32)[None]
+    plan = attn.build(jattn.CommonAttentionMetadata.from_lengths([TTFT_PROMPT], [TTFT_PROMPT], table, 16))
+    normal = lambda key, shape: jax.random.normal(jax.random.key(key), shape, jax.numpy.bfloat16)
+    empty = jattn.empty_cache(spec, storage="native")
+    cache = dataclasses.replace(empty, k=normal(1, empty.k.shape), v=normal(2, empty.v.shape))
+    q = normal(0, (TTFT_PROMPT, heads, dim))
+    return cupti.micros(jax.jit(attn.attend), q, cache, plan)[0] / 1e3
+
+
 def ceilings_of_this_card() -> dict:
-    """`check.ceilings()` in a process of its own: it ends before this one takes the card's memory and its profiler."""
-    code = "import json; from benchmarks.gpu import check; print('FOUND', json.dumps(check.ceilings()))"
+    """`check.ceilings()`, and a prompt's attention, in a process of its own: it ends before this one takes the card's
+    memory and its profiler."""
+    code = (
+        "import json; from benchmarks.gpu import check, trace; "
+        "print('FOUND', json.dumps(check.ceilings() | dict(prompt_attention_ms=trace.prompt_attention_ms())))"
+    )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.split("FOUND ")[-1])
 
@@ -321,21 +338,11 @@ def ttft_row(small: bool, ceilings: dict) -> tuple[dict, None]:
 
 
 def ttft_floor(config, params, length: int, ms: float, ceilings: dict) -> dict:
-    """Products at the card's rate, and attention at the recorded rate of this repository's kernel."""
-    records_of_chip = records.read(records.RESULTS / records.chip_folder() / "attention.jsonl")
-    rate = next((row["tflop_s"] for row in records_of_chip if row["case"] == PREFILL_RECORD), None)
+    """Products at the card's rate, and one layer's attention times the number of layers."""
     products = length * sizes_of(config, params)[1] / ceilings["ceiling_mm_tflop_s"] / 1e9
-    if rate is None:
-        return dict(floor_products_ms=products)
-    pairs = length * (length + 1) // 2
-    attention = (
-        sum(4 * pairs * layer.attention.num_heads * layer.attention.head_dim for layer in config.layers) / rate / 1e9
-    )
+    attention = ceilings["prompt_attention_ms"] * len(config.layers)
     floor = products + attention
-    return dict(
-        floor_products_ms=products, floor_attention_ms=attention, floor_ms=floor, over_floor=ms / floor,
-        attention_tflop_s=rate,
-    )  # fmt: skip
+    return dict(floor_products_ms=products, floor_attention_ms=attention, floor_ms=floor, over_floor=ms / floor)
 
 
 # ---------------------------------------------------------------------- the command

@@ -9,7 +9,6 @@ row. `naive`: the same errors of attention in bf16 without a kernel, which set t
 is compiled with XLA's option, the peer too, and must give the same bits twice.
 """
 
-import argparse
 import dataclasses
 import functools
 import sys
@@ -21,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import records
 from benchmarks.gpu import cupti, jobs
 
 EARLY = 32
@@ -227,10 +225,7 @@ def jobs_of() -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the time allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.training", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=120)
-    args = parser.parse_args(argv)
-    return int(jobs.run(jobs_of(), args, records.provenance(), "training") > 0)
+    return jobs.main("training", __doc__, jobs_of, 120, argv)
 
 
 if __name__ == "__main__":

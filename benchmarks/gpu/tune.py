@@ -19,7 +19,7 @@ import jax
 from benchmarks import records
 from benchmarks.gpu import cases, check
 from jattn import device
-from jattn.backends.pallas_gpu import config_reasons
+from jattn.backends.gpu_kernel import config_reasons
 from pallas_kernels.gpu import tile_policy, tile_policy_sm80
 from pallas_kernels.gpu.config_sm80 import CHIPS
 

@@ -127,8 +127,7 @@ def jobs_of(iterations: int) -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the budget allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.variants", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=240)
+    parser = jobs.parser_of("variants", __doc__, seconds=240)
     parser.add_argument("--iterations", type=int, default=8)
     args = parser.parse_args(argv)
     origin = records.provenance()

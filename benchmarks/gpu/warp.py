@@ -72,6 +72,10 @@ VARIANTS = [  # cases that a choice of tiles concerns; ctas: of a multiprocessor
     ("pre_1x8k_fp8", dict(chip="sm_80", tile_halves=2)),
     ("pre_1x8k", dict(lazy_rescale=False)),
 ]
+SHUFFLED = (
+    "pre_1x8k", "pre_1x8k_d256", "pre_1x8k+window1024", "mixed_32d_2p", "dec_64x4k", "dec_16x32k_fp8", "pre_1x8k_d64",
+)  # fmt: skip
+"""Cases that are timed with shuffles, too: --only shuffles,NAMES compares the two on this card."""
 
 
 def case_of(name: str) -> cases.KernelCase:
@@ -114,6 +118,7 @@ def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[
     rounds = (
         (CHECKED_8BIT[:1], [*plain[:2], VARIANTS[0], ("pre_1x8k_d64", {}), *VARIANTS[2:4], *later[:3]]),
         (CHECKED_8BIT[1:3] + of_16_bits[:3], VARIANTS[4:6] + eight[:2] + VARIANTS[1:2] + VARIANTS[6:]),
+        ([], [(name, dict(shuffles=True)) for name in SHUFFLED]),
         (CHECKED_8BIT[3:] + of_16_bits[3:], eight[2:] + later[3:] + plain[2:]),
     )
     for checked, timed in rounds:
@@ -160,8 +165,7 @@ def _noting(todo: Iterator[jobs.Job], rows: list[dict]) -> Iterator[jobs.Job]:
 
 def main(argv: list[str] | None = None) -> int:
     """Run what the budget allows; 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.warp", description=__doc__.splitlines()[0])
-    jobs.add_options(parser, seconds=400)
+    parser = jobs.parser_of("warp", __doc__, seconds=400)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--samples", type=int, default=12, help="rows of a batch that are compared with float64")
     parser.add_argument("--chip", help="whose tiles: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120")

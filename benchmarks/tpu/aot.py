@@ -29,6 +29,7 @@ class Shape:
     query_lens: tuple[int, ...] = (1, 1, 600, 70)
     columns: int = 64
     causal: bool | str = True
+    q_scale: bool = False  # a scale of queries for each head
     ranks: int = 1  # that hold the keys; interleave: consecutive keys on one of them
     interleave: int = 1
     latent: bool = False  # spec: the arguments of MLASpec; cache: of mla_cache_spec; wide: whole rows
@@ -120,12 +121,19 @@ def available() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def compile_for(chip: str, function, *shapes):
-    """`function` compiled for one device of a chip, arguments given as ShapeDtypeStructs."""
+def mesh_of(chip: str):
+    """A mesh of one device of a chip, whose axis is called x."""
     import jax
     from jax.experimental import topologies
 
-    mesh = jax.sharding.Mesh(topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[:1], ("x",))
+    return jax.sharding.Mesh(topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[:1], ("x",))
+
+
+def compile_for(chip: str, function, *shapes):
+    """`function` compiled for one device of a chip, arguments given as ShapeDtypeStructs."""
+    import jax
+
+    mesh = mesh_of(chip)
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), shapes)
     with jax.set_mesh(mesh):
@@ -219,6 +227,7 @@ def _attention_call(shape: Shape, chip: str):
     params = jattn.AttentionParams(
         alibi_slopes=f32(spec.num_heads) if spec.has_alibi else None,
         sinks=f32(spec.num_heads) if spec.has_sinks else None,
+        q_scale=f32(spec.num_heads) if shape.q_scale else None,
         k_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
         v_scale=f32(spec.num_kv_heads) if cache_spec.quant == "per_head" else None,
         output_scale=jax.ShapeDtypeStruct((), jnp.float32) if spec.output_dtype is not None else None,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jattn.backends import cudnn
+from jattn.cache import KVCacheSpec
 from jattn.metadata.batch import CommonAttentionMetadata, queries_of
 from jattn.ops.gradient import packed_gradient
 from jattn.ops.state import AttentionState
@@ -42,6 +43,14 @@ def applies(spec: AttentionSpec, q, k, v, meta: CommonAttentionMetadata, params:
     plain = q.dtype == k.dtype == v.dtype and not jax.tree.leaves(params)
     reasons = cudnn.layer_reasons(spec, q.dtype.name)
     return plain and not reasons and not cudnn.batch_reasons(spec, meta, q.shape[0], k.shape[0])
+
+
+def chosen(spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...]) -> str:
+    """Whose gradient a layer takes, and why not cuDNN's. dtypes: of the queries first; empty: bfloat16."""
+    if cache_spec is not None:
+        return "sdpa, as cuDNN takes packed keys only"
+    reasons = cudnn.layer_reasons(spec, dtypes[0] if dtypes else "bfloat16")
+    return f"sdpa, as cuDNN takes no {', '.join(reasons)}" if reasons else "cuDNN"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

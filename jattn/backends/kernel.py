@@ -12,12 +12,23 @@ from jattn.cache import KVCacheSpec
 from jattn.cache.write import packed_page_spec
 from jattn.device import Chip
 from jattn.spec import AttentionSpec
-from jattn.types import AnyArray
+from jattn.types import AnyArray, AttentionType
 
 
 def as_arrays(*values: AnyArray | float | None) -> tuple[jax.Array | None, ...]:
     """The values as JAX arrays; None stays None."""
     return tuple(None if value is None else jnp.asarray(value) for value in values)
+
+
+def cross_attention_reasons(spec: AttentionSpec) -> tuple[str, ...]:
+    """Why a kernel that gives queries the last positions of the keys does not support this cross attention."""
+    positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
+    if spec.attn_type is not AttentionType.ENCODER_DECODER or not positional:
+        return ()
+    return (
+        "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last query with "
+        "the last key",
+    )
 
 
 class PagedKernelBackend(AttentionBackend):

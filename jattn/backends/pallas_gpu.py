@@ -1,8 +1,6 @@
 """`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches; first on NVIDIA GPUs.
 
-There are two kernels for one interface: Hopper's (TMA and wgmma) on sm_90, and a warp-level one (cp.async and mma.sync)
-on the other chips since Ampere. A `platform` of Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too,
-to check it there.
+gpu_kernel.py chooses the kernel and its static arguments, gpu_plan.py divides a batch.
 
 The gradient over pages is that of `sdpa`: the backward pass computes the forward pass again. That of packed keys is
 cuDNN's where it supports the layer and the batch (see cudnn_gradient.py), else that of `sdpa`.
@@ -10,9 +8,8 @@ cuDNN's where it supports the layer and the batch (see cudnn_gradient.py), else 
 Keys in levels (jattn.cascade_attention, or a common_prefix_len) take a launch for each level. All queries of a group
 are the rows of one request over the keys that they share. The levels' float32 states are merged and rounded once.
 
-`pallas_gpu` divides the work by the whole batch, so the last bits of a request's result depend on it.
-`pallas_gpu_invariant` launches one kernel for batches of any lengths, in which one CTA computes each tile of a request
-over all its keys: the bits depend on the request only. With needs=(Feature.BATCH_INVARIANCE,) it is chosen.
+`pallas_gpu` divides the work by the whole batch, so the last bits of a request's result depend on it; those of
+`pallas_gpu_invariant` do not.
 """
 
 import dataclasses
@@ -22,202 +19,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn import device
-from jattn.backends import cudnn, cudnn_gradient
-from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
+from jattn.backends import cudnn, cudnn_gradient, gpu_kernel
+from jattn.backends.base import AttentionImpl
 from jattn.backends.capability import Question
+from jattn.backends.gpu_plan import PallasGpuMetadata, PallasGpuMetadataBuilder, against_levels, against_shards
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.kernel import PagedKernelBackend
-from jattn.backends.parallel import ContextParallel
 from jattn.backends.sdpa import cache_of_eight_bit_products, without_gradient_if_quantised
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
-from jattn.metadata.cascade import prefix_levels
-from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
-from jattn.metadata.parallel import KeyShard
+from jattn.metadata.batch import CommonAttentionMetadata, keys_of
 from jattn.ops.gradient import paged_gradient
 from jattn.ops.levels import merged
 from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams, AttentionSpec
-from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, MultipleOf, pytree
+from jattn.types import AttentionType, Feature, MultipleOf
 from pallas_kernels.algebra import quant
-from pallas_kernels.algebra.shards import ShardRule
-from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.config import GpuKernelConfig
-from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from pallas_kernels.gpu.rotate_write_sm90 import supports as rotates_and_writes
-from pallas_kernels.gpu.supports import COPY_ROWS, supports
-from pallas_kernels.gpu.supports_sm80 import supports as warps_support
-from pallas_kernels.gpu.tile_policy import default_config
-from pallas_kernels.gpu.tile_policy_sm80 import warp_config
-from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
-
-QUERY_DTYPES = ("bfloat16", "float16")
-HOPPER = Chip("gpu", "sm_90")
-ONE_RANK = ContextParallel()
-WARPS_SINCE = (0, 12)  # JAX's version
-
-
-def kernel_config(
-    spec: AttentionSpec, cache_spec: KVCacheSpec, dtype: str, common: CommonAttentionMetadata | None = None,
-    chip: Chip = HOPPER, out_dtype: str | None = None, parallel: ContextParallel = ONE_RANK, invariant: bool = False,
-) -> GpuKernelConfig:  # fmt: skip
-    """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch).
-
-    invariant: one kernel for every batch, which cuts no unit.
-    """
-    longest = keys = None
-    if common is not None and not invariant:
-        longest, keys = queries_of(common, spec.attn_type).max_query_len, keys_of(common, spec.attn_type).max_seq_len
-    decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
-    config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation)
-    if _by_wgmma(chip, cache_spec.block_size):
-        config_of = functools.partial(default_config, keys=keys, **(dict(whole_units=True) if invariant else {}))
-    return config_of(
-        rows=longest and longest * spec.group_size,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        v_head_dim=spec.v_head_dim,
-        page_size=cache_spec.block_size,
-        layout=cache_spec.physical_layout,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        kv_dtype=cache_spec.dtype,
-        compute_dtype=spec.compute_dtype,
-        token_scales=cache_spec.quant == "per_token_head",
-        mask=dataclasses.replace(mask, prefix=False),  # a prefix has a launch of its own
-        logits=spec.logit_rule(),
-        has_sinks=spec.has_sinks,
-        per_request_causal=decoder and common is not None and common.causal_per_request is not None,
-        qq_bias=spec.use_qq_bias,
-        shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
-    )
-
-
-def _is_hopper(chip: Chip) -> bool:
-    """Is it sm_90, or unknown?"""
-    return chip.generation in ("", HOPPER.generation)
-
-
-def _by_wgmma(chip: Chip, block_size: int) -> bool:
-    """Does Hopper's kernel compute these pages? TMA copies whole groups of rows; the warp-level kernel single rows."""
-    return _is_hopper(chip) and block_size % COPY_ROWS == 0
-
-
-def config_reasons(config: GpuKernelConfig) -> list[str]:
-    """Every reason why the config's kernel cannot serve it."""
-    return warps_support(config) if isinstance(config, WarpKernelConfig) else supports(config)
-
-
-def _version_reasons(chip: Chip) -> list[str]:
-    """JAX before 0.12 lowers Mosaic GPU kernels for sm_90 only, whatever `platform` says."""
-    if _is_hopper(chip) or jax.__version_info__ >= WARPS_SINCE or device.detect().generation == HOPPER.generation:
-        return []
-    return [f"chip {chip.generation} with JAX {jax.__version__}: its Mosaic GPU needs sm_90; wanted JAX 0.12 or newer"]
-
-
-@pytree
-class PallasGpuMetadata:
-    """The batch, its blocks and slots, and the work list of the CTAs; of a cascade, those of the last level."""
-
-    common: CommonAttentionMetadata
-    block_table: AnyArray | None  # i32[R B] of the keys
-    slot_mapping: AnyArray  # i32[T] slots of k and v
-    work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
-    shared: tuple["PallasGpuMetadata", ...] = ()  # of a cascade: the plans of the levels before
-    shard: KeyShard | None = None  # the keys of this rank, if several have them
-    prefix: GpuWorkList | None = None  # with use_rswa: of the keys that are visible before the window
-
-    @property
-    def num_tokens(self) -> int:
-        return self.common.num_tokens
-
-
-@dataclasses.dataclass(frozen=True)
-class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
-    """Divides the batch into pieces of equal cost, in a few small XLA kernels and without a host sync."""
-
-    cudagraph_support = AttentionCGSupport.ALWAYS
-    supports_update_block_table = True
-    supports_cascade = True
-    invariant: bool = False  # see kernel_config
-
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> PallasGpuMetadata:
-        """The whole blocks of a common prefix are read once for the batch, where the layer allows levels of keys.
-
-        common_prefix_len: if it is 0, that of the batch, which may be traced.
-        """
-        common, size = common_attn_metadata, self.cache_spec.block_size
-        prefix = common_prefix_len or common.common_prefix_len
-        if prefix is not None and not fast_build and self.shares_prefixes:
-            return self.build_cascade(prefix_levels(common, prefix, size))
-        return self._level(common)
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """The layer's options allow levels of keys."""
-        if self.parallel.dcp_world_size > 1 or self.invariant:
-            return False
-        return not _against_levels(Question.of(self.spec, self.cache_spec))
-
-    def build_cascade(self, levels: tuple[CommonAttentionMetadata, ...]) -> PallasGpuMetadata:
-        """The plan of a cascade. All queries see all keys of the levels before the last."""
-        if self.parallel.dcp_world_size > 1:
-            raise UnsupportedError("a cascade does not support dcp_world_size > 1: use one batch, or dcp_world_size=1")
-        if self.invariant:
-            raise UnsupportedError("a cascade is not batch-invariant: use one batch, or backend='pallas_gpu'")
-        *shared, last = levels
-        plans = (self._level(level.replace(causal=False)) for level in shared)
-        return dataclasses.replace(self._level(last), shared=tuple(plans))
-
-    def update_block_table(self, metadata: PallasGpuMetadata, block_table, slot_mapping) -> PallasGpuMetadata:
-        """The same plan with another block table; ValueError for a cascade, which has one for each level."""
-        if metadata.shared:
-            raise ValueError("a cascade has a block table for each level: build a new plan")
-        return super().update_block_table(metadata, block_table, slot_mapping)
-
-    def for_layer(self, metadata: PallasGpuMetadata, layer, blocks_per_layer: int) -> PallasGpuMetadata:
-        """Adds the offset of the layer to the block table of each level."""
-        shared = tuple(self.for_layer(level, layer, blocks_per_layer) for level in metadata.shared)
-        last = super().for_layer(dataclasses.replace(metadata, shared=()), layer, blocks_per_layer)
-        return dataclasses.replace(last, shared=shared)
-
-    def _level(self, common: CommonAttentionMetadata) -> PallasGpuMetadata:
-        kind = self.spec.attn_type
-        queries, keys = queries_of(common, kind), keys_of(common, kind)
-        causal = common.causal_per_request if kind is AttentionType.DECODER else None
-        dtype = PallasGpuBackend.usual_query_dtype(self.cache_spec)
-        config = kernel_config(
-            self.spec, self.cache_spec, dtype, common, self.chip, None, self.parallel, self.invariant
-        )
-        shard, slots, own = self.parallel.dcp_shard(self.cache_spec), keys.slot_mapping, {}
-        if shard is not None:
-            slots = shard.slot_mapping(keys, self.cache_spec.block_size)
-            own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
-        causal = None if causal is None else jnp.asarray(causal)
-        lengths = jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens
-        rule, prefix = config.mask, None
-        spans = fill_mm_prefix_query_ranges(common, common.mm_prefix_ranges) if rule.spans else None
-        if rule.spans:
-            own["ranges"] = token_ranges(*lengths, rule, causal, spans)
-        if self.spec.use_rswa:
-            lens = jnp.asarray(common.rswa_prefix_lens, jnp.int32)
-            before = token_ranges(*lengths, rule, causal, spans, lens)
-            whole = dataclasses.replace(config, mask=dataclasses.replace(rule, spans=True))
-            prefix = build_work_list(*lengths, whole, causal, ranges=before)
-        work = build_work_list(*lengths, config, causal, **own)
-        return PallasGpuMetadata(
-            common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard, prefix=prefix
-        )
+from pallas_kernels.gpu.supports import COPY_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +52,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
     can_return_lse_for_decode = True
     lengths: cudnn.Lengths = cudnn.Lengths.UNKNOWN  # of the batch; see for_batch
     out_dtype: str | None = None  # of the kernel's output: float32, or None for that of the queries
-    invariant: bool = False  # see kernel_config
+    invariant: bool = False  # see gpu_kernel.py
 
     def forward(self, q, cache: PagedKV, m: PallasGpuMetadata, params: AttentionParams) -> AttentionState:
         return self._over_pages(q, cache, m, params)
@@ -266,9 +91,11 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
             return super().rotate_update_and_forward(q, k, v, angles, cache, m, params)
         written: Any = _rotate_and_write(self, q, k, v, angles, cache, m.slot_mapping)
         q, cache, counters = written
-        config = kernel_config(self.spec, cache.spec, q.dtype.name, m.common, self.chip, invariant=self.invariant)
+        config = gpu_kernel.kernel_config(
+            self.spec, cache.spec, q.dtype.name, m.common, self.chip, invariant=self.invariant
+        )
         whole = not m.shared and m.shard is None  # the configs of levels and of ranks are others
-        counters = counters if whole and _merges_inside(config, m.common) else None
+        counters = counters if whole and gpu_kernel.merges_inside(config, m.common) else None
         return cache, self._over_pages(q, cache, m, params, counters)
 
     def for_batch(self, meta: CommonAttentionMetadata) -> "PallasGpuImpl":
@@ -287,14 +114,6 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         m = PallasGpuMetadataBuilder(self.spec, cache.spec, self.chip, invariant=self.invariant).build(0, meta)
         impl = dataclasses.replace(self, cache_spec=cache.spec)
         return impl.forward(q, cache, dataclasses.replace(m, block_table=block_table), params)
-
-
-def _merges_inside(config: GpuKernelConfig, common: CommonAttentionMetadata) -> bool:
-    """Does the last CTA of a split unit merge its parts? With few requests each is split over many CTAs, and a launch
-    that merges them in parallel is faster: at 600 keys 12.4 us for one request, and 10.0 with that launch."""
-    is_cut = config.flat_list and not config.whole_units
-    serves = type(config) is GpuKernelConfig and is_cut and not config.narrow_rows
-    return serves and config.num_kv_heads * common.seq_lens.shape[0] >= config.num_ctas
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -322,10 +141,10 @@ def _launch(
     """One launch over the pages of m.work, and its merge."""
     spec = impl.spec
     layer = (spec, cache.spec, q.dtype.name, m.common, impl.chip, impl.out_dtype, impl.parallel, impl.invariant)
-    config = kernel_config(*layer)
+    config = gpu_kernel.kernel_config(*layer)
     if counters is not None:
         config = dataclasses.replace(config, merges_inside=True)
-    if reasons := config_reasons(config):
+    if reasons := gpu_kernel.config_reasons(config):
         raise UnsupportedError(
             "the GPU kernel does not support these queries; use backend='sdpa'", {"pallas_gpu": tuple(reasons)}
         )
@@ -375,33 +194,6 @@ def _rotate_and_write_backward(impl: PallasGpuImpl, saved, cotangent):
 _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), args), _rotate_and_write_backward)
 
 
-IN_LEVELS = (
-    *(Feature.SINK, Feature.PER_HEAD_QUANT_SCALES, Feature.NON_CAUSAL, Feature.SOFT_CAP, Feature.PER_REQUEST_CAUSAL),
-    *(Feature.DIFF_KV, Feature.LSE, Feature.FUSED_OUTPUT_QUANT, Feature.EIGHT_BIT_PRODUCTS),
-)
-"""Features that a layer may need beside levels of keys: they do not depend on the positions of queries and keys."""
-
-
-IN_SHARDS = (*IN_LEVELS, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.CHUNK, Feature.CHUNK_LOOKBACK)
-"""Features that a layer may need beside DCP: a range of positions is a range of one rank's keys."""
-
-
-def _against_levels(question: Question) -> list[str]:
-    """The options of a layer with which the kernel cannot attend to keys in levels."""
-    return _beyond(question, (*IN_LEVELS, Feature.CASCADE))
-
-
-def _against_shards(question: Question) -> list[str]:
-    """The options of a layer whose keys cannot be on several ranks."""
-    return _beyond(question, (*IN_SHARDS, Feature.DCP))
-
-
-def _beyond(question: Question, allowed: tuple[Feature, ...]) -> list[str]:
-    found = [option for feature, option in question.needs if feature not in allowed]
-    kind = question.attn_type
-    return found if kind is AttentionType.DECODER else [*found, f"attn_type={kind.value}"]
-
-
 class PallasGpuBackend(PagedKernelBackend):
     """bf16 and f16 queries on NVIDIA GPUs. pallas_kernels.gpu.supports and .supports_sm80 give the kernels' limits."""
 
@@ -409,8 +201,8 @@ class PallasGpuBackend(PagedKernelBackend):
     impl_cls = PallasGpuImpl
     builder_cls = PallasGpuMetadataBuilder
     metadata_cls = PallasGpuMetadata
-    supported_dtypes = QUERY_DTYPES
-    supported_kv_cache_dtypes = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+    supported_dtypes = gpu_kernel.QUERY_DTYPES
+    supported_kv_cache_dtypes = (*gpu_kernel.QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
     supported_block_sizes = (MultipleOf(1),)
     attn_types = (
         AttentionType.DECODER,
@@ -450,19 +242,20 @@ class PallasGpuBackend(PagedKernelBackend):
 
     @classmethod
     def usual_query_dtype(cls, cache_spec: KVCacheSpec) -> str:
-        """A float cache needs queries of its own dtype. A quantised one takes both dtypes; bfloat16 is assumed."""
-        return cache_spec.dtype if cache_spec.dtype in QUERY_DTYPES else "bfloat16"
+        return gpu_kernel.usual_query_dtype(cache_spec)
 
     @classmethod
     def kernel_name(cls, chip: Chip, cache_spec: KVCacheSpec | None) -> str:
-        if _by_wgmma(chip, COPY_ROWS if cache_spec is None else cache_spec.block_size):
+        if gpu_kernel.by_wgmma(chip, COPY_ROWS if cache_spec is None else cache_spec.block_size):
             return "Hopper's kernel (TMA and wgmma)"
-        lowered = chip.generation or HOPPER.generation
+        lowered = chip.generation or gpu_kernel.HOPPER.generation
         return f"the warp-level kernel (cp.async and mma.sync), lowered for {lowered}"
 
     @classmethod
     def kernel_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec, chip: Chip, dtype: str) -> list[str]:
-        return _version_reasons(chip) + config_reasons(kernel_config(spec, cache_spec, dtype, chip=chip))
+        return gpu_kernel.version_reasons(chip) + gpu_kernel.config_reasons(
+            gpu_kernel.kernel_config(spec, cache_spec, dtype, chip=chip)
+        )
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
@@ -479,43 +272,12 @@ class PallasGpuBackend(PagedKernelBackend):
     def supports_combination(cls, question: Question) -> str | None:
         if (reason := cache_of_eight_bit_products(question)) is not None:
             return reason
-        if question.needs_feature(Feature.CASCADE) and (found := _against_levels(question)):
+        if question.needs_feature(Feature.CASCADE) and (found := against_levels(question)):
             return f"levels of keys not supported with {', '.join(found)}: queries of one tile have no order among them"
-        if question.needs_feature(Feature.DCP) and (found := _against_shards(question)):
+        if question.needs_feature(Feature.DCP) and (found := against_shards(question)):
             return f"DCP not supported with {', '.join(found)}: the kernel has no positions of keys on several ranks"
         return None
 
     @classmethod
     def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
-        if cache_spec is not None:
-            return "sdpa, as cuDNN takes packed keys only"
-        reasons = cudnn.layer_reasons(spec, dtypes[0] if dtypes else "bfloat16")
-        return f"sdpa, as cuDNN takes no {', '.join(reasons)}" if reasons else "cuDNN"
-
-
-@dataclasses.dataclass(frozen=True)
-class InvariantGpuMetadataBuilder(PallasGpuMetadataBuilder):
-    """Gives every unit out whole. A common prefix changes nothing: it is in the keys of each request."""
-
-    supports_cascade = False
-    invariant: bool = True
-
-
-@dataclasses.dataclass(frozen=True)
-class InvariantGpuImpl(PallasGpuImpl):
-    """Launches the kernel that serves batches of any lengths."""
-
-    invariant: bool = True
-
-
-class InvariantGpuBackend(PallasGpuBackend):
-    """`pallas_gpu` with the same bits for a request in every batch; slower for few requests of many keys."""
-
-    name = "pallas_gpu_invariant"
-    impl_cls = InvariantGpuImpl
-    builder_cls = InvariantGpuMetadataBuilder
-    features = (PallasGpuBackend.features | {Feature.BATCH_INVARIANCE}) - {Feature.CASCADE, Feature.DCP, Feature.RSWA}
-
-    @classmethod
-    def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
-        return "sdpa"
+        return cudnn_gradient.chosen(spec, cache_spec, dtypes)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import Question
-from jattn.backends.kernel import PagedKernelBackend
+from jattn.backends.kernel import PagedKernelBackend, cross_attention_reasons
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages, write_by_head, write_kv
@@ -307,14 +307,7 @@ class PallasTpuBackend(PagedKernelBackend):
 
     @classmethod
     def layer_reasons(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip) -> tuple[str, ...]:
-        own = super().layer_reasons(spec, cache_spec, chip)
-        positional = spec.has_alibi or spec.mask_fn is not None or spec.score_fn is not None
-        if spec.attn_type is AttentionType.ENCODER_DECODER and positional:
-            own += (
-                "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last "
-                "query with the last key",
-            )
-        return own
+        return super().layer_reasons(spec, cache_spec, chip) + cross_attention_reasons(spec)
 
     @classmethod
     def supports_combination(cls, question: Question) -> str | None:

@@ -26,7 +26,7 @@ Entry = type[AttentionBackend] | str
 
 _TABLE: dict[str, Entry] = {
     "pallas_gpu": "jattn.backends.pallas_gpu:PallasGpuBackend",
-    "pallas_gpu_invariant": "jattn.backends.pallas_gpu:InvariantGpuBackend",
+    "pallas_gpu_invariant": "jattn.backends.pallas_gpu_invariant:InvariantGpuBackend",
     "pallas_tpu": "jattn.backends.pallas_tpu:PallasTpuBackend",
     "pallas_tpu_invariant": "jattn.backends.pallas_tpu:InvariantTpuBackend",
     "cpu_native": "jattn.backends.cpu_native:CpuNativeBackend",

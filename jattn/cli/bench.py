@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib
 import json
+import math
 import time
 from pathlib import Path
 
@@ -66,6 +67,7 @@ def add(commands) -> None:
 
 def run_serving(args: argparse.Namespace, group: Processes | None = None) -> int:
     """0 if no request failed. group: of the processes that share the engine, if there are several."""
+    _check_load(args)
     engine = options.make_engine(args, processes=group)
     trace = make_trace(
         args.requests, vocab_size=engine.config.vocab_size, max_len=engine.limits.max_model_len, rate=args.rate,
@@ -81,6 +83,19 @@ def run_serving(args: argparse.Namespace, group: Processes | None = None) -> int
                 json.dumps({"arguments": {k: str(v) for k, v in vars(args).items() if k != "run"}} | results) + "\n"
             )
     return 1 if results["failed"] else 0
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    """ValueError or OSError, before the model loads, for a load that cannot be made, or results that cannot be kept."""
+    if args.requests < 1:
+        raise ValueError(f"--requests {args.requests} must be 1 or more")
+    for name in ("rate", "mean_input", "mean_output"):
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be a number above 0")
+    if not 0 <= args.shared <= 1:
+        raise ValueError(f"--shared {args.shared} must be from 0 to 1")
+    if args.out is not None:
+        args.out.open("a", encoding="utf-8").close()
 
 
 def run_kernels(args: argparse.Namespace) -> int:

@@ -39,6 +39,7 @@ def add(commands) -> None:
     layer.add_argument("--mm-prefix-clamp-sliding-window", action="store_true", help="... but not left of the window")
     layer.add_argument("--use-qq-bias", action="store_true", help="a bias among the new tokens")
     layer.add_argument("--use-distance-bias", action="store_true", help="a learned bias of the distance (T5)")
+    layer.add_argument("--compute-dtype", help="float8_e4m3fn: queries and weights are rounded to it")
     layer.add_argument("--output-dtype", help="8-bit dtype of the result, such as float8_e4m3fn or int8")
     layer.add_argument("--mask-fn", action="store_true", help="the layer has a mask_fn")
     layer.add_argument("--score-fn", action="store_true", help="the layer has a score_fn")

@@ -59,7 +59,8 @@ def model_of(
         forward = models.forward
     if not deterministic and backend == "auto":
         return Model(forward, config, backend, model_mesh)
-    specs = [(layer.attention, cache.spec) for layer, cache in zip(config.layers, caches, strict=True)]
+    cache_of = getattr(config, "cache_of", lambda layer: layer)  # several layers of a ModelConfig may read one cache
+    specs = [(layer.attention, caches[cache_of(i)].spec) for i, layer in enumerate(config.layers)]
     needs = () if model_mesh is None else model_mesh.parallel.needs
     if model_mesh is not None:  # each device computes some of the heads, over some of the keys
         specs = [(model_mesh.rank_spec(spec), model_mesh.rank_cache_spec(cache)) for spec, cache in specs]

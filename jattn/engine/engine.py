@@ -93,7 +93,8 @@ class Engine:
             params = weights.distributed(params, model_mesh.weight_shardings(config))
         block_size = sizing.default_block_size(model_mesh=model_mesh) if block_size is None else block_size
         max_burst = sizing.default_burst() if max_burst is None else max_burst
-        storage = sizing.storage_of(cache_dtype or sizing.dtype_of(params), cache_quant)
+        cache_dtype = cache_dtype or sizing.dtype_of(params)
+        storage = sizing.storage_of(cache_dtype, cache_quant, has_scales=forward is not None)
         pools, max_model_len = sizing.CacheSizing(
             config, storage, block_size, max_num_batched_tokens, max_burst, prefix_caching, model_mesh
         ).pools(max_num_seqs, max_model_len, num_blocks)

@@ -90,14 +90,22 @@ def dtype_of(params) -> str:
     return jnp.dtype(min(floats, key=lambda dtype: dtype.itemsize, default="bfloat16")).name
 
 
-def storage_of(dtype: str, quant: str | None) -> dict[str, str]:
-    """The dtype of the cache and, if it has 8 bits, where its scales belong: arguments of config.make_caches."""
+def storage_of(dtype: str, quant: str | None, has_scales: bool = False) -> dict[str, str]:
+    """The dtype of the cache and, if it has 8 bits, where its scales belong: arguments of config.make_caches.
+
+    has_scales: the model may have scales per tensor or head. Those of jattn.models have none, which means 1.
+    """
     if dtype not in QUANTISED:
         if quant not in (None, "none"):
             raise ValueError(f"cache_quant={quant!r} needs a cache_dtype of 8 bits, one of {', '.join(QUANTISED)}")
         return dict(dtype=dtype)
     if quant not in (None, *QUANT_MODES[1:]):
         raise ValueError(f"cache_quant={quant!r} must be one of {', '.join(QUANT_MODES[1:])}")
+    if dtype == "int8" and quant not in (None, "per_token_head") and not has_scales:
+        raise ValueError(
+            f"cache_quant={quant!r} with cache_dtype='int8': the weights have no scales of keys and values, which would "
+            "be rounded to integers; use cache_quant='per_token_head'"
+        )
     return dict(dtype=dtype, quant=quant or "per_token_head")
 
 

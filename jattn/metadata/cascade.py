@@ -116,7 +116,8 @@ def prefix_levels(
 ) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
     """The levels of a prefix of all requests whose number of tokens may be traced: (the prefix, the rest).
 
-    Only whole blocks that every request has computed are shared. They are read through the blocks of request 0.
+    Only whole blocks that every request has computed are shared. They are read through the blocks of the first request
+    with queries: those of another one may be anything.
     """
     table, seq_lens, query_lens = jnp.asarray(meta.block_table), jnp.asarray(meta.seq_lens), meta.query_lens()
     live, width = query_lens > 0, table.shape[1]
@@ -126,7 +127,7 @@ def prefix_levels(
     first = CommonAttentionMetadata(
         query_start_loc=jnp.stack([jnp.int32(0), jnp.sum(query_lens, dtype=jnp.int32)]),
         seq_lens=shared[None],
-        block_table=table[:1],
+        block_table=table[jnp.argmax(live)][None],
         slot_mapping=jnp.full(meta.num_tokens, PAD_SLOT_ID, jnp.int32),
         num_reqs=jnp.int32(1),
         num_actual_tokens=jnp.asarray(meta.num_actual_tokens),

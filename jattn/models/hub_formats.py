@@ -32,12 +32,12 @@ class Decoded:
     scales: np.ndarray
     zero_points: np.ndarray | None = None
 
-    def check(self) -> None:
-        """ValueError unless the shapes fit one another, and the scales are floats."""
+    def check(self, group_size: int | None) -> None:
+        """ValueError unless the shapes fit one another and the group size, and the scales are floats."""
         codes, scales, zeros = self.codes, self.scales, self.zero_points
         if codes.ndim != 2 or scales.ndim != 2 or len(codes) != len(scales):
             raise ValueError(f"codes {codes.shape} and scales {scales.shape} must have equal numbers of outputs")
-        check_groups(scales.shape[1], codes.shape[1], scales.dtype)
+        check_groups(scales.shape[1], codes.shape[1], scales.dtype, group_size)
         if zeros is not None and zeros.shape != scales.shape:
             raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} must have equal shapes")
 
@@ -46,10 +46,19 @@ SCALES = ("float16", "bfloat16", "float32")
 """Dtypes of scales."""
 
 
-def check_groups(groups: int, inputs: int, dtype: np.dtype) -> None:
-    """ValueError unless so many inputs can have so many groups, with scales of this dtype."""
+WHOLE = -1
+"""The group size of a config whose groups are all inputs of an output."""
+
+
+def check_groups(groups: int, inputs: int, dtype: np.dtype, size: int | None) -> None:
+    """ValueError unless so many inputs can have so many groups of this size, with scales of this dtype.
+
+    size: None: unknown. A group of more inputs than there are has all of them; the last of several must be whole.
+    """
     if groups < 1 or inputs < 1 or inputs % groups:
         raise ValueError(f"the number of its groups does not divide the number of its inputs: {groups}, {inputs}")
+    if size is not None and inputs // groups != (inputs if size == WHOLE else min(size, inputs)):
+        raise ValueError(f"its {inputs} inputs have {groups} groups, which do not have group_size={size} inputs each")
     if dtype.name not in SCALES:
         raise ValueError(f"scales have dtype {dtype}, which must be one of {', '.join(SCALES)}")
 
@@ -72,6 +81,7 @@ class Scheme:
     groups: Callable[..., Groups]  # of the number of inputs and the same tensors but for the first, the codes
     optional: tuple[str, ...] = ()
     zeros: tuple[str, ...] = ()  # endings of tensors that are ignored if they are zeros
+    group_size: int | None = None  # inputs of a group, as the config says; None: it does not
 
     def sources(self, table: dict[str, TensorSource], stored: Container[str], dtype: Any) -> dict[str, TensorSource]:
         """The table, with the sources of weights that the folder has in this form replaced."""
@@ -90,7 +100,7 @@ class Scheme:
             return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
         axis = _inputs_axis(source.make)
         groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
-        check_groups(groups.number, shape[axis], groups.dtype)
+        check_groups(groups.number, shape[axis], groups.dtype, self.group_size)
 
         def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:
             sizes = list(shape)
@@ -130,7 +140,7 @@ class Scheme:
         axis = _inputs_axis(make)
         made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
         for module in modules:
-            module.check()
+            module.check(self.group_size)
         has_zeros = {module.zero_points is not None for module in modules}
         if len(has_zeros) > 1:
             raise ValueError("some of its modules have zero points, and some have none")
@@ -189,10 +199,10 @@ def awq(c: ConfigReader) -> Scheme:
     c.only("bits", 4)
     c.only("zero_point", True)
     c.only("version", "gemm", "GEMM")
-    c.count("group_size")
+    size = c.count("group_size")
     c.ignore("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     groups = lambda inputs, zeros, scales: Groups(len(scales), scales.dtype, True)
-    return Scheme("int4", ("qweight", "qzeros", "scales"), _awq, groups)
+    return Scheme("int4", ("qweight", "qzeros", "scales"), _awq, groups, group_size=size)
 
 
 AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place of each output in its word
@@ -203,13 +213,19 @@ def _awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Decoded
     return Decoded(codes.T, scales.T, (zeros.astype(np.int8) - 8).T)
 
 
+def _group_size(c: ConfigReader) -> int | None:
+    """The key group_size: a count, WHOLE, or None if it is absent."""
+    return WHOLE if c.get("group_size") == WHOLE else c.count("group_size", None)
+
+
 def gptq(c: ConfigReader) -> Scheme:
     """AutoGPTQ, GPTQModel: words of consecutive inputs; `gptq` stores zero points less one, `gptq_v2` as they are."""
     bits, v2 = c.count("bits"), c.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2"
     if bits not in (4, 8):
         raise UnsupportedError(f"{c.where}: bits={bits} is not supported; it must be 4 or 8")
+    size = _group_size(c)
     c.ignore(
-        "group_size", "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "model_name_or_path",
+        "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "model_name_or_path",
         "model_file_base_name", "lm_head", "meta", "pack_dtype", "dataset", "tokenizer", "backend", "use_cuda_fp16",
         "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
         "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize",
@@ -221,7 +237,7 @@ def gptq(c: ConfigReader) -> Scheme:
         return Groups(len(scales), scales.dtype, bool(_gptq_zeros(bits, more, qzeros, scales.shape).any()))
 
     decode, format = functools.partial(_gptq, bits, more), "int4" if bits == 4 else "int8"
-    return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",))
+    return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",), size)
 
 
 def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
@@ -230,7 +246,7 @@ def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales:
         raise ValueError(f"qweight {qweight.shape} does not fit scales {scales.shape}")
     codes = _of_words(bits, qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
     zeros = _gptq_zeros(bits, more, qzeros, scales.shape)
-    check_groups(groups, len(codes), scales.dtype)
+    check_groups(groups, len(codes), scales.dtype, None)
     if g_idx is not None and (g_idx.shape != (len(codes),) or not np.issubdtype(g_idx.dtype, np.integer)):
         raise ValueError(f"g_idx {g_idx.dtype}{g_idx.shape} must be an integer for each of the {len(codes)} inputs")
     if g_idx is not None and not np.array_equal(g_idx, np.arange(len(codes)) // (len(codes) // groups)):
@@ -274,7 +290,10 @@ def compressed_tensors(c: ConfigReader) -> Scheme:
     w.only("dynamic", False)
     w.only("actorder", "static", "weight")  # "group" stores g_idx
     strategy = w.choice("strategy", ("tensor", "channel", "group", "block"), "tensor")
-    w.ignore("symmetric", "group_size", "block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    is_symmetric, zero = w.flag("symmetric", True), ("weight_zero_point",)  # stored if it is not
+    size = _group_size(w)
+    size = WHOLE if size is None and strategy in ("channel", "tensor") else size
+    w.ignore("block_structure", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     g.refuse_unread()
     w.refuse_unread()
     c.only("kv_cache_scheme")
@@ -284,14 +303,14 @@ def compressed_tensors(c: ConfigReader) -> Scheme:
             raise UnsupportedError(f"{c.where}: {key}={short(c.get(key))} is not supported")
     c.ignore("ignore", "version", "global_compression_ratio")
     if strategy in ("channel", "group") and kind == "int" and bits in (4, 8) and layout == "pack-quantized":
-        zero, shape = "weight_zero_point", "weight_shape"
-        of_packed = lambda inputs, scales, shape, zeros: Groups(scales.shape[1], scales.dtype, zeros is not None)
+        of_packed = lambda inputs, scales, shape, zeros=None: Groups(scales.shape[1], scales.dtype, zeros is not None)
         decode, format = functools.partial(_ct_packed, bits), "int4" if bits == 4 else "int8"
-        return Scheme(format, ("weight_packed", "weight_scale", shape), decode, of_packed, (zero,))
+        needed = ("weight_packed", "weight_scale", "weight_shape", *(() if is_symmetric else zero))
+        return Scheme(format, needed, decode, of_packed, zero if is_symmetric else (), group_size=size)
     if strategy != "block" and (kind, bits) in (("int", 8), ("float", 8)) and layout in CT_LAYOUTS:
         decode = functools.partial(_ct_plain, kind == "int")
-        format, needed = "int8" if kind == "int" else "fp8", ("weight", "weight_scale")
-        return Scheme(format, needed, decode, _ct_plain_groups, ("weight_zero_point",))
+        format, needed = "int8" if kind == "int" else "fp8", ("weight", "weight_scale", *(() if is_symmetric else zero))
+        return Scheme(format, needed, decode, _ct_plain_groups, zero if is_symmetric else (), group_size=size)
     seen = f"format={short(layout)} with {kind} weights of {bits} bits by {strategy}"
     raise UnsupportedError(f"{c.where}: {seen} is not supported; pack-quantized of 4 or 8 bits and 8-bit weights are")
 
@@ -300,7 +319,7 @@ CT_LAYOUTS = ("int-quantized", "float-quantized", "naive-quantized")
 
 
 def _ct_packed(
-    bits: int, words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None
+    bits: int, words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None = None
 ) -> Decoded:
     """Codes of consecutive inputs in a word, and zero points of consecutive outputs."""
     if not np.issubdtype(shape.dtype, np.integer):
@@ -318,7 +337,7 @@ def _ct_packed(
     return Decoded(codes, scales, zeros)
 
 
-def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> Decoded:
+def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None) -> Decoded:
     """One scale for the tensor [1], or scales [out, groups]; zero points of symmetric weights are zeros."""
     if weight.ndim != 2 or weight.dtype != (np.int8 if is_int else ml_dtypes.float8_e4m3fn):
         raise ValueError(f"codes must be {'int8' if is_int else 'float8_e4m3fn'} [outputs, inputs]")
@@ -337,7 +356,7 @@ def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.nd
     return Decoded(weight if is_int else weight.view(np.uint8), spread(scales), zero_points)
 
 
-def _ct_plain_groups(inputs: int, scales: np.ndarray, zeros: np.ndarray | None) -> Groups:
+def _ct_plain_groups(inputs: int, scales: np.ndarray, zeros: np.ndarray | None = None) -> Groups:
     return Groups(1 if scales.size == 1 else scales.shape[1], scales.dtype, zeros is not None and _is_any(zeros))
 
 

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.attention import PagedAttention
-from jattn.backends.pallas_gpu import PallasGpuBackend, PallasGpuMetadata
+from jattn.backends.gpu_plan import PallasGpuMetadata
+from jattn.backends.pallas_gpu import PallasGpuBackend
 from jattn.backends.parallel import ContextParallel
 from jattn.models.config import LayerConfig
 from jattn.nn import AttentionConfig

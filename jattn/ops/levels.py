@@ -72,7 +72,7 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     """(the level of the first prefix_len keys, which all requests share, the level of the rest).
 
     Only whole blocks are shared; each request reads the remainder of prefix_len. The prefix is read through the block
-    table of the first request.
+    table of the first request with queries: that of another one may hold anything.
     """
     pages = prefix_len // block_size
     width = level.block_table.shape[1]
@@ -94,7 +94,7 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     )
     first = Level(
         batch=prefix,
-        block_table=level.block_table[:1, :pages],
+        block_table=jnp.asarray(level.block_table)[jnp.argmax(live)][None, :pages],
         max_query_len=max(batch.num_tokens, 1),
     )
     remaining = level.block_table[:, pages:] if pages < width else level.block_table[:, :1]

@@ -1,12 +1,14 @@
 """8-bit values of a cache as 16-bit ones, in PTX: four of a word in registers, or a whole tile of shared memory."""
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, llvm
+import math
 
-from pallas_kernels.gpu.ptx_sm90 import asm, i32, pointer, swizzled, thread_index
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes, tile_transforms
 
+THREADS = 128
 DECODED_TOGETHER = 4  # chunks that a thread holds in registers while it decodes a tile
 
 
@@ -15,44 +17,61 @@ def decode_tile(src_ref, dst_ref, *, rows, dim, source, target, dst_dim=None, co
 
     dst_dim: columns of dst_ref, whose memory is used, if there are more than `dim`. converts_fp8: see decode_word.
     """
-    swizzle_out, swizzle_in = swizzle_bytes(dim, target), swizzle_bytes(dim, source)
     chunks = dim // 16  # chunks of 16 values in a row
     kinds = (plgpu.RefType(tile_transforms(dim, source)), plgpu.RefType(tile_transforms(dst_dim or dim, target)))
-    text = decode_word(source, target, converts_fp8)
+    text, swizzles = decode_word(source, target, converts_fp8), [swizzle_bytes(dim, kind) for kind in (source, target)]
+    period, further = steps_of_equal_columns(chunks)
 
     @plgpu.inline_mgpu(arg_types=kinds)
     def decode(ctx, src, dst):
-        word_type = ir.IntegerType.get_signless(32)
-        src, dst, me = pointer(src, 3), pointer(dst, 3), thread_index(hidden=hidden)
-        four, two = (ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * n)})>") for n in (4, 2))
-        places, loaded, steps = [], [], range(rows * chunks // 128)
+        src, dst, me = ptx.pointer(src, 3), ptx.pointer(dst, 3), ptx.thread_index(hidden=hidden)
+        places, steps = {}, range(rows * chunks // THREADS)
+
+        def place_of(step):
+            """(addresses of the chunk's values, and of its first and second half decoded; rows to add to them)."""
+            first = step % period
+            if first not in places:
+                chunk = ptx.add(me, ptx.i32(first * THREADS))
+                row = arith.divui(chunk, ptx.i32(chunks))
+                byte = ptx.mul(arith.subi(chunk, ptx.mul(row, chunks)), 16)
+                found = [ptx.add(src, ptx.swizzled(row, byte, dim, swizzles[0]))]
+                for half in range(2):
+                    column = ptx.add(ptx.mul(byte, 2), ptx.i32(16 * half))
+                    found.append(ptx.add(dst, ptx.swizzled(row, column, 2 * dim, swizzles[1])))
+                places[first] = found
+            return places[first], step // period * further
 
         def load_chunk(step):
-            chunk = arith.addi(me, i32(step * 128))
-            row = arith.divui(chunk, i32(chunks))
-            col = arith.muli(arith.subi(chunk, arith.muli(row, i32(chunks))), i32(16))
-            places.append((row, arith.muli(col, i32(2))))
-            place = arith.addi(src, swizzled(row, col, dim, swizzle_in))
-            loaded.append(asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four))
+            (place, *_), row = place_of(step)
+            text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{row * dim}];"
+            return ptx.asm_values(text, "=r,=r,=r,=r,r", 4, place)
 
-        def decode_chunk(step):
-            (row, byte), words, pairs = places[step], loaded[step], []
-            for i in range(4):
-                word = llvm.extractvalue(word_type, words, [i])
-                both = llvm.inline_asm(two, [word], text, "=r,=r,r")
-                pairs += [llvm.extractvalue(word_type, both, [k]) for k in range(2)]
-            for half in range(2):
-                place = arith.addi(dst, swizzled(row, arith.addi(byte, i32(16 * half)), dim * 2, swizzle_out))
-                asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
+        def decode_chunk(step, words):
+            (_, *halves), row = place_of(step)
+            pairs = [x for word in words for x in ptx.asm_values(text, "=r,=r,r", 2, word, pure=True)]
+            for half, place in enumerate(halves):
+                store = f"st.shared.v4.b32 [$0+{2 * row * dim}], {{$1, $2, $3, $4}};"
+                ptx.asm(store, "r,r,r,r,r", place, *pairs[4 * half : 4 * half + 4])
 
         for first in steps[::DECODED_TOGETHER]:  # loads before the first decode: their latencies overlap
             together = steps[first : first + DECODED_TOGETHER]
-            for step in together:
-                load_chunk(step)
-            for step in together:
-                decode_chunk(step)
+            loaded = [load_chunk(step) for step in together]
+            for step, words in zip(together, loaded, strict=True):
+                decode_chunk(step, words)
 
     decode(src_ref, dst_ref)
+
+
+def steps_of_equal_columns(chunks: int) -> tuple[int, int]:
+    """(steps, rows): so many steps later a thread has the same chunk of a row, so many rows further.
+
+    The rows are a multiple of 8, so that both swizzles are the same: an address is the earlier one plus a constant,
+    which is part of the instruction, and not in a register from the decoding of keys to that of values.
+    """
+    steps = chunks // math.gcd(THREADS, chunks)
+    while steps * THREADS // chunks % 8:
+        steps *= 2
+    return steps, steps * THREADS // chunks
 
 
 def decode_word(source: str, target: str, converts_fp8: bool = True) -> str:

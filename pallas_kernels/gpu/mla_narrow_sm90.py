@@ -32,7 +32,7 @@ from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.decode_sm90 import decode_word
 from pallas_kernels.gpu.gather_sm90 import gather
 from pallas_kernels.gpu.mla_config import BLOCK_KV, NARROW_ROWS, SLACK, MlaKernelConfig
-from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, order_of_parts
+from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, order_of_parts, zero_past_end
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
 ROWS8 = NARROW_ROWS // 8
@@ -59,7 +59,7 @@ def score_narrow(cfg: MlaKernelConfig, refs: MlaRefs):
             if masked:
                 kv0 = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
                 x = jnp.where(_iota(0) + kv0 < _stops(cfg, piece), x, -jnp.inf)
-                _zero_past_end(cfg, refs, stage, piece[wl.SEQ] - kv0)
+                zero_past_end(cfg, refs, stage, piece[wl.SEQ] - kv0, commits=True)
             state, weights, factors = weigh(refs.stats, x, state, lax.rem(number, jnp.int32(2)), cfg.bias, cfg.dtype)
             _await_use(refs, number + j)
             put_weights(refs.weights, refs.stats, weights, factors)
@@ -113,17 +113,6 @@ def _sums(cfg: MlaKernelConfig, refs: MlaRefs, queries, stage):
             tile = refs.rope.at[stage]
             sums = add_products(tile, queries, sums, column=cfg.latent_dim, columns=cfg.rope_dim, **kind)
     return sums
-
-
-def _zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, stage, count):
-    """Zeroes the latents of this stage from row `count`: they may be NaN, and 0 * NaN is NaN."""
-
-    @when(count < BLOCK_KV)
-    def _():
-        for part in order_of_parts(cfg):
-            tile = refs.latent.at[stage, part]
-            rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.part, dtype=cfg.cache_dtype)
-        plgpu.commit_smem()  # before TMA writes here again
 
 
 def add_narrow(cfg: MlaKernelConfig, refs: MlaRefs, wg):
@@ -268,7 +257,7 @@ def weigh(stats_ref, x, state, turn, bias: float, target: str):
         element = utils.dtype_to_ir_type(jnp.dtype(target))
         return (
             warps._fragment_of_floats(_SCORES, new + sums),
-            warps._fragment_of_words(_SCORES, element, words),
+            rows.fragment_of_words(_SCORES, element, words),
             warps._fragment_of_floats((64, 8), factors),
         )
 

@@ -132,6 +132,21 @@ def _empty_part(cfg: MlaKernelConfig, refs: MlaRefs, number, part: int):
         plgpu.barrier_arrive(refs.rope_full.at[0])
 
 
+def zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, stage, count, commits: bool):
+    """Zeroes the latents of this stage from row `count`: they may be NaN, and 0 * NaN is NaN.
+
+    commits: before TMA writes here again; False: the caller commits later.
+    """
+
+    @when(count < BLOCK_KV)
+    def _():
+        for part in order_of_parts(cfg):
+            tile = refs.latent.at[stage, part]
+            rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.part, dtype=refs.latent.dtype)
+        if commits:
+            plgpu.commit_smem()
+
+
 def order_of_parts(cfg: MlaKernelConfig) -> list[int]:
     """The parts of a stage in the order in which they become free: the first of each warpgroup, then the second."""
     return sorted(range(2 * cfg.parts_of_half), key=lambda part: part % cfg.parts_of_half)

@@ -35,7 +35,7 @@ from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.gather_sm90 import gather
 from pallas_kernels.gpu.mla_config import BLOCK_KV, SLACK, MlaKernelConfig
 from pallas_kernels.gpu.mla_listed_sm90 import keep_listed
-from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts
+from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, load_queries, order_of_parts, zero_past_end
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
 
 
@@ -58,7 +58,7 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
             if masked:
                 kv0 = (piece[wl.BLK0] + piece.lo + i) * BLOCK_KV
                 dots = rows.keep_columns(dots, stops - kv0)
-                _zero_past_end(cfg, refs, stage, piece[wl.SEQ] - kv0)
+                zero_past_end(cfg, refs, stage, piece[wl.SEQ] - kv0, commits=False)
             top = dots.max(axis=1) * factor
             new_m = jnp.where(top > m + (SLACK + cfg.bias), top - cfg.bias, m)
             logits = dots * (tiles.across_columns(factor, dots.shape) if cfg.is_decoded else factor)
@@ -112,16 +112,6 @@ def _scores(cfg: MlaKernelConfig, refs: MlaRefs, number):
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, BLOCK_KV), jnp.float32))
-
-
-def _zero_past_end(cfg: MlaKernelConfig, refs: MlaRefs, stage, count):
-    """Zeroes the latents of this stage from row `count`: they may be NaN, and 0 * NaN is NaN."""
-
-    @when(count < BLOCK_KV)
-    def _():
-        for part in order_of_parts(cfg):
-            tile = refs.latent.at[stage, part]
-            rows.zero_rows(tile, jnp.int32(0), count, rows=BLOCK_KV, dim=cfg.part, dtype=cfg.dtype)
 
 
 def _publish(refs: MlaRefs, number, vector, *, weights=None, total=None):

@@ -165,6 +165,16 @@ def pack_16bit(low, high, dtype: str):
     return asm_value(f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", high, low, pure=True)
 
 
+def upper_half(x):
+    """An f32 with the lower 16 bits 0: a bfloat16."""
+    return asm_value("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True)
+
+
+def upper_halves(low, high):
+    """The word of the upper halves of two f32."""
+    return asm_value("prmt.b32 $0, $1, $2, 0x7632;", "=r,f,f", low, high, pure=True)
+
+
 def float_of_bf16(word, half: int):
     """The f32 of the low (0) or high (1) bfloat16 of a word."""
     text = "and.b32 $0, $1, 0xffff0000;" if half else "shl.b32 $0, $1, 16;"

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.gather_sm90 import gather
 
 LOG2E = math.log2(math.e)
 M_START = -1e38  # maximum before any key; finite, so that m - m is 0 and exp2(-inf - m) is 0
@@ -14,7 +15,9 @@ ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 
 
 def value_per_row(cfg: GpuKernelConfig, heads, head0, member, column):
-    """f32 (64,): a column of f32[H, 2] for each row's head, times log2(e)."""
+    """f32 (64,): a column of f32[H, 2] for each row's head, times log2(e). Of a lean config it is loaded here again."""
+    if cfg.lean:
+        return gather(heads, 2 * (head0 + member) + column, ROW_LAYOUT) * LOG2E
     value = full_rows(0.0)
     for g in range(cfg.group):
         value = jnp.where(member == g, heads[head0 + g, column], value)

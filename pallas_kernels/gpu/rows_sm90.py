@@ -506,3 +506,14 @@ def fill(fragment, read):
         else:
             flat[i] = values[0]
     fragment.registers[...] = flat.reshape(fragment.registers.shape)
+
+
+def fragment_of_words(shape, element, words):
+    """A WGMMA fragment of 16-bit `element`s whose registers are these 32-bit words."""
+    fragment = empty_fragment(shape, plgpu.Layout.WGMMA, element)
+    flat = fragment.registers.reshape(-1)
+    assert flat.size == len(words), (flat.size, len(words))
+    for i, word in enumerate(words):
+        flat[i] = utils.bitcast(word, ir.VectorType.get((2,), element))
+    fragment.registers[...] = flat.reshape(fragment.registers.shape)
+    return fragment

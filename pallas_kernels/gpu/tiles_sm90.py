@@ -53,26 +53,28 @@ def _packed_rows(cfg: GpuKernelConfig, piece: Piece, row_offset):
     return packed, token, packed - token * cfg.group
 
 
-def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset, known=None) -> _RowBounds:
-    """known: what an earlier call gave, of which position, slope and head are taken."""
-    if known is None:
-        _, token, member = _packed_rows(cfg, piece, row_offset)
-        q_pos = token + piece[wl.QPOS0]
-    else:
-        q_pos, token = known.q_pos, known.q_pos - piece[wl.QPOS0]
+def row_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, row_offset, ranges: bool = True) -> _RowBounds:
+    """ranges: compute the keys that each row sees, which only blocks with a mask need."""
+    _, token, member = _packed_rows(cfg, piece, row_offset)
+    q_pos, head0 = token + piece[wl.QPOS0], piece[HEAD] * cfg.group
+    start = stop = bias = slope = None
+    if ranges:
+        start, stop = _key_ranges(cfg, refs, piece, token, q_pos)
+        bias = functools.partial(_bias, cfg, refs, piece, token) if cfg.qq_bias else None
+    if cfg.logits.has_alibi:
+        slope = value_per_row(cfg, refs.per_head, head0, member, 0)
+    return _RowBounds(q_pos, start, stop, slope, head0 + member, bias)
+
+
+def _key_ranges(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, q_pos):
+    """(start, stop) of each row."""
     causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
     rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
     if cfg.mask.spans:
-        start, stop = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], ROW_LAYOUT)
+        found = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], ROW_LAYOUT)
     else:
-        start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
-    start, stop = (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in (start, stop))
-    bias = functools.partial(_bias, cfg, refs, piece, token) if cfg.qq_bias else None
-    if known is not None:
-        return dataclasses.replace(known, start=start, stop=stop, bias=bias)
-    head0 = piece[HEAD] * cfg.group
-    slope = value_per_row(cfg, refs.per_head, head0, member, 0) if cfg.logits.has_alibi else None
-    return _RowBounds(q_pos, start, stop, slope, head0 + member, bias)
+        found = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
+    return (plgpu.layout_cast(jnp.broadcast_to(x, (WARPGROUP_ROWS,)), ROW_LAYOUT) for x in found)
 
 
 def _bias(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, key):

@@ -20,7 +20,6 @@ only to carry registers; their shapes give the number of registers:
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
@@ -52,7 +51,7 @@ def read_queries(q_ref, *, rows8: int, dim: int, dtype: str):
                 byte = arith.addi(arith.muli(t, ptx.i32(8)), ptx.i32(32 * step))
                 place = arith.addi(base, ptx.swizzled(row, byte, dim * 2, rows.swizzle_bytes(dim, dtype)))
                 words += ptx.asm_values("ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", 2, place)
-        return _fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
+        return rows.fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
 
     return read(q_ref)
 
@@ -82,7 +81,7 @@ def load_queries(q_ref, tok0, head0, row0, nrows, *, rows8: int, dim: int, dtype
                 at = byte // 32 * 32 + byte % 32 // (4 if decoded else 1)
                 text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1+{}]; }}"
                 words.append(ptx.asm_value(text.format(at), "=&r,l,r", place, ptx.bool_to_i32(ok), pure=True))
-        return _fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
+        return rows.fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
 
     return load(q_ref, tok0, head0, row0, nrows)
 
@@ -136,10 +135,11 @@ def keys_times_queries(
 def softmax_times_values(
     v_ref, x, factor, acc, stats, first, scales=None,
     *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True, lean: bool = False,
+    shuffles: bool = True,
 ):  # fmt: skip
     """(acc, stats) after keys first .. first + 63. Base-2 logits are x * factor, -inf where masked.
 
-    lean: no shuffles, which may be calls (lanes_sm80.py), and addresses are computed anew for each block.
+    lean: addresses are computed anew for each block. shuffles: they may be calls (lanes_sm80.py); False: none.
 
     scales: f32 (64,) of the values, None for 1. target: dtype of both operands of the product. parts: number of
     operands whose sum is a weight; 2 with target bfloat16.
@@ -160,7 +160,7 @@ def softmax_times_values(
         own = [rows.register_value(r) for scale in own for r in scale.registers.flat]  # of keys g, g + 8
         size = 4 * (dim // 16)  # floats of acc for 8 rows
         for n in range(rows8):
-            stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4], lean)
+            stat, p, alpha = _softmax(scores[4 * n : 4 * n + 4], factor, old[4 * n : 4 * n + 4], shuffles)
             new += stat
             p = [_fmul(x, own[i // 2]) for i, x in enumerate(p)] if own else p
             weights.append([_transposed_weights(part, target) for part in _split(p, parts)])
@@ -214,7 +214,7 @@ def _split(p, parts: int):
     """Floats as sums of `parts` floats: of two, the first is truncated to bfloat16, the second is the exact rest."""
     if parts == 1:
         return [p]
-    high = [ptx.asm_value("and.b32 $0, $1, 0xffff0000;", "=f,f", x, pure=True) for x in p]
+    high = [ptx.upper_half(x) for x in p]
     return [high, [arith.subf(x, y) for x, y in zip(p, high, strict=True)]]
 
 
@@ -223,15 +223,14 @@ def _transposed_weights(p, target: str):
     return [ptx.transpose_8x8(ptx.pack_16bit(p[2 * s], p[2 * s + 1], target)) for s in range(2)]
 
 
-def _softmax(x, factor, stat, lean: bool):
+def _softmax(x, factor, stat, shuffles: bool):
     """(new max, max, sum, sum), four weights, two factors of the old sums. x: keys g, g+8 for each of rows 2t, 2t+1."""
     new, alphas, p, sums = [], [], [None] * 4, []
     tops = [ptx.fmax(x[e], x[2 + e]) for e in range(2)]
-    if lean:
+    for distance in (4, 8, 16) if shuffles else ():
+        tops = [ptx.fmax(top, ptx.shuffle_xor(top, distance)) for top in tops]
+    if not shuffles:
         tops = lanes.column_maxima([ptx.fmax(top, ptx.f32(lanes.LOWEST)) for top in tops])
-    else:
-        for distance in (4, 8, 16):
-            tops = [ptx.fmax(top, ptx.shuffle_xor(top, distance)) for top in tops]
     for e in range(2):
         top = ptx.fmax(stat[e], _fmul(tops[e], factor))
         alpha, lower = ptx.exp2(arith.subf(stat[e], top)), arith.negf(top)
@@ -245,7 +244,7 @@ def _softmax(x, factor, stat, lean: bool):
 
 def put_state(
     scratch_ref, stats_ref, acc, stats, wg, n: int,
-    *, rows8, dim, q_dim, q_dtype, decoded=True, warps=8, lean: bool = False,
+    *, rows8, dim, q_dim, q_dtype, decoded=True, warps=8, shuffles: bool = True,
 ):  # fmt: skip
     """Rows 8n .. 8n+7 of each warp -> SMEM: acc to f32 [warps, 8, V] in scratch, (max, sum) to stats [warps, 8, 2].
 
@@ -270,9 +269,9 @@ def put_state(
                     ptx.asm(f"st.shared.f32 [$0+{at}], $1;", "r,f", base, line[0])
                     ptx.asm(f"st.shared.f32 [$0+{at + 32}], $1;", "r,f", base, line[1])
         place, sums = ptx.add(ptx.pointer(stats_out, 3), ptx.mul(row, 8)), list(stat[2:])
-        for distance in () if lean else (4, 8, 16):
+        for distance in (4, 8, 16) if shuffles else ():
             sums = [_fadd(x, ptx.shuffle_xor(x, distance)) for x in sums]
-        sums = lanes.column_sums(sums) if lean else sums
+        sums = sums if shuffles else lanes.column_sums(sums)
         for e in range(2):
             text = f"{{ .reg .pred p; setp.lt.u32 p, $1, 4; @p st.shared.v2.f32 [$0+{8 * e}], {{$2, $3}}; }}"
             ptx.asm(text, "r,r,f,f", place, lane, stat[e], sums[e])
@@ -398,17 +397,6 @@ def _scores_of(fragment, rows8: int):
         at = 4 * (col // 8) + 2 * second
         values[at : at + 2] = [rows.pair_element(pair, k) for k in range(2)]
     return values
-
-
-def _fragment_of_words(shape, element, words):
-    """A 16-bit fragment whose registers are these 32-bit words."""
-    fragment = rows.empty_fragment(shape, _WGMMA, element)
-    flat = fragment.registers.reshape(-1)
-    assert flat.size == len(words), (flat.size, len(words))
-    for i, word in enumerate(words):
-        flat[i] = utils.bitcast(word, ir.VectorType.get((2,), element))
-    fragment.registers[...] = flat.reshape(fragment.registers.shape)
-    return fragment
 
 
 def _fragment_of_floats(shape, values):

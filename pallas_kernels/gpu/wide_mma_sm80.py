@@ -114,6 +114,31 @@ def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: st
     return out if halves > 1 else tuple(out)
 
 
+def exponentials(x, factor, top):
+    """2 ** (x * factor - top): f32 [64, n], an f32 scalar and f32 (64,), number by number.
+
+    Where a chip has arithmetic on pairs, as sm_100 has, LLVM puts both numbers of a register pair through it, and the
+    pairs that it must build cost more registers than there are.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA, ptx.SCALAR, _WGMMA.reduce(1)),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, _WGMMA),
+    )
+    def raise_two(ctx, x, factor, top):
+        factor, out = ptx.scalar_value(factor), rows.empty_fragment(x.shape, _WGMMA)
+        lower = [arith.negf(rows.register_value(r)) for r in top.registers.flat]
+        places, flat = list(rows.pair_places(x)), list(x.registers.flat)
+
+        def read(i):
+            return [ptx.exp2(ptx.fma(rows.pair_element(flat[i], k), factor, lower[places[i][0]])) for k in range(2)]
+
+        rows.fill(out, read)
+        return out
+
+    return raise_two(x, factor, top)
+
+
 def rescaled(acc, alpha):
     """acc * alpha, f32 [64, V] and f32 (64,) of at most 1; lanes of whose rows every alpha is 1 skip the products."""
     shape = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, _WGMMA)
@@ -134,6 +159,59 @@ def rescaled(acc, alpha):
         return out
 
     return rescale(acc, alpha)
+
+
+def numbers_of(acc):
+    """The registers of f32 [64, V], two numbers each, as registers of one: what a loop passes from step to step.
+
+    Where a chip has arithmetic on pairs, LLVM would pass pairs of registers, and copy every one of them in each step.
+    """
+    size = acc.shape[0] * acc.shape[1]
+    shape = plgpu.ShapeDtypeStruct((size,), jnp.float32, plgpu.Layout.WG_STRIDED((size,), vec_size=1))
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=shape)
+    def take_apart(ctx, acc):
+        out, flat = rows.empty_fragment(shape.shape, shape.layout), list(acc.registers.flat)
+        rows.fill(out, lambda i: [rows.pair_element(flat[i // 2], i % 2)])
+        return out
+
+    return take_apart(acc)
+
+
+def of_numbers(numbers, dim: int):
+    """The inverse of numbers_of: f32 [64, dim]."""
+    size, shape = numbers.shape[0], (WARPGROUP_ROWS, dim)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_STRIDED((size,), vec_size=1),),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA),
+    )
+    def join(ctx, numbers):
+        out, flat = rows.empty_fragment(shape, _WGMMA), list(numbers.registers.flat)
+        rows.fill(out, lambda i: [rows.register_value(x) for x in flat[2 * i : 2 * i + 2]])
+        return out
+
+    return join(numbers)
+
+
+def bfloat16_parts(p):
+    """Two bfloat16 fragments whose sum is the f32 fragment `p` to 2^-17 of each number: its upper half, and the rest.
+
+    By conversions a number would wait in a register of its own for the one that shares its word.
+    """
+    shape = plgpu.ShapeDtypeStruct(p.shape, jnp.bfloat16, _WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=(shape, shape))
+    def split(ctx, p):
+        words = [], []
+        for pair in p.registers.flat:
+            both = [rows.pair_element(pair, k) for k in range(2)]
+            words[0].append(ptx.upper_halves(*both))
+            words[1].append(ptx.pack_16bit(*(arith.subf(x, ptx.upper_half(x)) for x in both), "bfloat16"))
+        element = utils.dtype_to_ir_type(jnp.dtype(jnp.bfloat16))
+        return tuple(rows.fragment_of_words(p.shape, element, own) for own in words)
+
+    return split(p)
 
 
 def _fragment(tiles):

@@ -10,7 +10,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
-from pallas_kernels.gpu.copies_sm80 import WARPS, sync_warps
+from pallas_kernels.gpu.copies_sm80 import WARPS, sync_lanes, sync_warps
 from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.pieces_sm80 import BlockReader
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
@@ -38,12 +38,19 @@ def _softmax_step(cfg: WarpKernelConfig, x, c, m, total, acc):
     With lazy_rescale the maximum may be too small, by at most MOST_BELOW_MAXIMUM: it changes in few blocks after the
     first, and lanes whose rows keep it do not rescale acc.
     """
-    top = lanes.row_maxima(x) * c
+    top = lanes.row_maxima(x, cfg.shuffles) * c
     new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m) if cfg.lazy_rescale else jnp.maximum(m, top)
     alpha = jnp.exp2(m - new_m)
-    p = jnp.exp2(x * c - across_columns(new_m, x.shape))
+    p = wide_mma.exponentials(x, c, new_m)
     acc = wide_mma.rescaled(acc, alpha) if cfg.lazy_rescale else acc * across_columns(alpha, acc.shape)
     return p, new_m, total * alpha + lanes.lane_sums(p), acc
+
+
+def _weight_operands(cfg: WarpKernelConfig, p, of_values) -> tuple:
+    """f32 weights -> the operands whose products with the stored values are added."""
+    if cfg.weight_parts == 2:
+        return wide_mma.bfloat16_parts(multiply_per_key(p, of_values, 1))
+    return tiles.weight_operands(cfg, p, of_values)
 
 
 def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
@@ -66,25 +73,26 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
     reader = BlockReader(cfg, refs, piece, WARPS)
     ids = reader.start()  # its first group of copies has the queries too
     by_row = cfg.logits.has_alibi or cfg.logits.score_fn is not None
-    bounds = lambda offset, known: tiles.row_bounds(cfg, refs, piece, jnp.int32(offset), known)
-    known = [bounds(offset, None) if by_row else None for offset in offsets]
     scale = refs.scales[piece[HEAD], 0]
     by_position = cfg.mask.mask_fn is not None or cfg.qq_bias  # else columns are compared with constants
 
     def step(j, carry, masked):
-        states, ids = carry
+        numbers, ids = carry
+        states = [(wide_mma.of_numbers(acc, cfg.v_head_dim), m, total) for acc, m, total in numbers]
         slot, kv0 = reader.slot(j), reader.first_key + j * cfg.block_kv
         reader.keys(j)
         keys = _decoded(cfg, refs, refs.k_tile.at[slot], cfg.head_dim, cfg.dtype)
         kind = dict(halves=cfg.tile_halves, block=cfg.block_kv, dim=cfg.head_dim, dtype=cfg.dtype)
         dots = wide_mma.queries_times_keys(refs.q_tile, keys, **kind)
+        if by_row:
+            sync_lanes()  # what belongs to rows is loaded after the products: there are no registers for it before
         of_keys, _ = reader.token_scales(slot, 1)
         dots = [multiply_per_key(x, of_keys, 1) for x in dots]
         new, weights = [], []
-        own = known  # what the rows see is not in registers while blocks without a mask are computed
-        if masked:
-            own = [bounds(offset, row) for offset, row in zip(offsets, known, strict=True)]
-        for row, x, (acc, m, total) in zip(own, dots, states, strict=True):
+        for offset, x, (acc, m, total) in zip(offsets, dots, states, strict=True):
+            row = None  # computed anew for each block: it would be in registers during the products
+            if masked or by_row:
+                row = tiles.row_bounds(cfg, refs, piece, jnp.int32(offset), ranges=masked)
             x, c = tiles.logits(cfg, row, x, kv0, scale, masked and by_position)
             if masked and not by_position:
                 starts = row.start - kv0 if cfg.mask.left >= 0 or cfg.mask.chunk > 0 else None
@@ -92,7 +100,7 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
             p, m, total, acc = _softmax_step(cfg, x, c, m, total, acc)
             new.append((acc, m, total))
             _, of_values = reader.token_scales(slot, 1)  # read again: they are not in registers during the softmax
-            weights.append(tiles.weight_operands(cfg, p, of_values))
+            weights.append(_weight_operands(cfg, p, of_values))
         ids = reader.values(j, ids)
         values = _decoded(cfg, refs, refs.v_tile.at[slot], cfg.v_head_dim, cfg.value_dtype)
         kind = dict(block=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.value_dtype)
@@ -100,9 +108,11 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         accs = [acc for acc, _, _ in new]
         for part in zip(*weights, strict=True):
             accs = wide_mma.add_weighted_values(accs, part, values, **kind)
-        return tuple((acc, m, total) for acc, (_, m, total) in zip(accs, new, strict=True)), ids
+        return tuple((wide_mma.numbers_of(acc), m, total) for acc, (_, m, total) in zip(accs, new, strict=True)), ids
 
-    start = tuple(tiles.start_state(cfg.v_head_dim) for _ in offsets)
+    acc, *others = tiles.start_state(cfg.v_head_dim)
+    start = ((wide_mma.numbers_of(acc), *others),) * len(offsets)
     states, _ = tiles.loop_over_blocks(cfg, step, tiles.full_block_bounds(piece), (start, ids))
     for offset, (acc, m, total) in zip(offsets, states, strict=True):
+        acc = wide_mma.of_numbers(acc, cfg.v_head_dim)
         tiles.finish(cfg, refs, piece, (acc, m, lanes.sums_of_lanes(total)), jnp.int32(offset))

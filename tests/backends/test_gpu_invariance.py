@@ -1,31 +1,20 @@
 """`pallas_gpu_invariant`: the same bits for a request in every batch, interpreted; what it refuses; its launches."""
 
-import jax
-import numpy as np
 import pytest
 
 import jattn
-from jattn import models
 from jattn.backends import Feature
 from jattn.device import Chip
-from jattn.engine import admission
 from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
+from tests.backends.invariance import backend_of_engine, bits
 from tests.backends.test_pallas_gpu import HOPPER, LAYER, POOL, lower
 from tests.cases import FEATURES, Case
 from tests.problem import Problem
-from tests.running import conform, run
+from tests.running import conform
 
 NAME = "pallas_gpu_invariant"
 BATCH = Case("decodes, a chunk and a prompt", (1, 40, 1, 3, 9), (1300, 70, 130, 200, 9))
 SIZES = dict(heads=4, kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
-
-
-def bits(problem: Problem, backend: str, r: int) -> bytes:
-    """Of request r's out and lse."""
-    _, state = run(problem, backend)
-    start = sum(problem.case.query_lens[:r])
-    rows = slice(start, start + problem.case.query_lens[r])
-    return b"".join(np.asarray(x)[rows].tobytes() for x in (state.out, state.lse))
 
 
 @pytest.mark.slow
@@ -51,15 +40,8 @@ def test_it_is_chosen_where_invariance_is_needed(needs):
 
 def test_a_deterministic_engine_takes_it_on_a_gpu(monkeypatch):
     monkeypatch.setattr(jattn.device, "detect", lambda: HOPPER)
-    options = dict(
-        model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=512, intermediate_size=64,
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu",
-    )  # fmt: skip
-    config = models.config_of(options)
-    caches = jax.eval_shape(lambda: config.make_caches(8, 16, "bfloat16"))
-    assert admission.model_of(config, caches, None, "auto", True).backend == NAME
-    assert admission.model_of(config, caches, None, "auto", False).backend == "auto"
+    assert backend_of_engine(deterministic=True) == NAME
+    assert backend_of_engine(deterministic=False) == "auto"
 
 
 def test_every_batch_is_a_write_and_a_launch():

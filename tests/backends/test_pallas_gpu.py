@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import Feature, pallas_gpu, resolve
+from jattn.backends import Feature, gpu_kernel, resolve
 from jattn.backends.split import Halves
 from jattn.device import Chip
 from pallas_kernels.gpu import paged_attention_sm90
@@ -90,7 +90,7 @@ def test_other_chips_take_the_warp_level_kernel_where_jax_lowers_for_them(genera
             assert not reasons(chip=chip, cache=dict(dtype=dtype, quant=quant))
     report = jattn.explain(attn.spec, cache_spec, platform=chip)[0]
     assert report.kernel.startswith("the warp-level kernel") and generation in report.kernel
-    config = pallas_gpu.kernel_config(attn.spec, cache_spec, "bfloat16", chip=chip)
+    config = gpu_kernel.kernel_config(attn.spec, cache_spec, "bfloat16", chip=chip)
     assert isinstance(config, WarpKernelConfig) and config.chip == generation
 
 

@@ -1,30 +1,18 @@
 """`pallas_tpu_invariant`: the same bits for a request in every batch; `pallas_tpu`: for requests with one new token."""
 
-import jax
-import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import jattn
-from jattn import models
 from jattn.backends import Feature
-from jattn.engine import admission
+from tests.backends.invariance import backend_of_engine, bits
 from tests.backends.test_pallas_tpu import LAYER, POOL, V6E
 from tests.cases import FEATURES, Case
 from tests.kernels.tpu.interpreted import SMALL
-from tests.problem import Problem
-from tests.running import conform, run
+from tests.running import conform
 
 NAME = "pallas_tpu_invariant"
 BATCH = Case("a decode, a chunk and a few tokens", (1, 40, 3), (290, 70, 30))
-
-
-def bits(problem: Problem, backend: str, r: int) -> bytes:
-    """Of request r's out and lse."""
-    _, state = run(problem, backend)
-    start = sum(problem.case.query_lens[:r])
-    rows = slice(start, start + problem.case.query_lens[r])
-    return b"".join(np.asarray(x)[rows].tobytes() for x in (state.out, state.lse))
 
 
 @pytest.fixture(autouse=True)
@@ -65,11 +53,4 @@ def test_what_is_chosen_where_invariance_is_needed(needs, name):
 
 
 def test_a_deterministic_engine_takes_the_kernel_on_a_tpu():
-    options = dict(
-        model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=512, intermediate_size=64,
-        num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
-        rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu",
-    )  # fmt: skip
-    config = models.config_of(options)
-    caches = jax.eval_shape(lambda: config.make_caches(8, 16, "bfloat16"))
-    assert admission.model_of(config, caches, None, "auto", True).backend == "pallas_tpu"
+    assert backend_of_engine(deterministic=True) == "pallas_tpu"

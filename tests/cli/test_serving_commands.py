@@ -135,6 +135,22 @@ def test_bench_measures_what_it_served(tmp_path, capsys):
     assert figures["host_share"] == pytest.approx(figures["host_seconds"] / figures["seconds"])
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--requests", "0"], "--requests 0 must be 1 or more"),
+        (["--rate", "0"], "--rate 0.0 must be a number above 0"),
+        (["--mean-input", "-1"], "--mean-input -1.0 must be a number above 0"),
+        (["--mean-output", "nan"], "--mean-output nan must be a number above 0"),
+        (["--shared", "2"], "--shared 2.0 must be from 0 to 1"),
+        (["--out", "/nowhere/at/all.jsonl"], "/nowhere/at/all.jsonl"),
+    ],
+)
+def test_a_load_that_cannot_be_made_is_refused_before_the_model_loads(wrong, words, capsys, monkeypatch):
+    monkeypatch.setattr(options, "make_engine", lambda *args, **options: pytest.fail("the model was loaded"))
+    assert cli.main(["bench", "serving", *wrong]) == 2 and words in capsys.readouterr().err
+
+
 def test_a_trace_is_what_was_asked_for():
     options = dict(vocab_size=99, max_len=512, mean_input=60, mean_output=30, shared=0.5)
     trace = make_trace(400, rate=10, seed=1, **options)

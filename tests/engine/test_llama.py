@@ -155,3 +155,6 @@ def test_scales_of_a_cache_that_needs_none_are_refused():
         Engine(CONFIG, PARAMS, **OPTIONS, cache_quant="per_head")
     with pytest.raises(ValueError, match="cache_quant='none' must be one of per_tensor, per_head, per_token_head"):
         Engine(CONFIG, PARAMS, **OPTIONS, cache_dtype="int8", cache_quant="none")
+    for quant in ("per_tensor", "per_head"):  # without scales, keys and values would be rounded to integers
+        with pytest.raises(ValueError, match=f"cache_quant='{quant}' with cache_dtype='int8': the weights have no"):
+            Engine(CONFIG, PARAMS, **OPTIONS, cache_dtype="int8", cache_quant=quant)

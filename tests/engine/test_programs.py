@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import pickle
 import shutil
 import warnings
 
@@ -146,7 +147,7 @@ def test_equal_values_have_equal_descriptions_and_others_differ():
     assert program_key.plain(big) != program_key.plain(other)
 
 
-def test_a_program_of_jaxs_cache_is_not_kept_and_a_broken_one_is_compiled_again(kept):
+def test_a_program_of_jaxs_cache_is_not_kept_and_a_broken_one_is_compiled_again(kept, caplog):
     f, x = jax.jit(lambda x: jnp.sin(x) + 1), jnp.arange(4.0)
     trees = jax.tree.structure(((x,), {})), jax.tree.structure(0)
     expected = f(x)
@@ -169,6 +170,28 @@ def test_a_program_of_jaxs_cache_is_not_kept_and_a_broken_one_is_compiled_again(
     assert load() is None and not file.exists()
     compile()
     assert file.exists(), "it was compiled, although JAX's cache has it under its first key"
+    content = file.read_bytes()
+    for damage in ("cut off", "changed", "another pickle", "writable by others", "linked"):
+        file.unlink(missing_ok=True)
+        file.write_bytes(content)
+        file.chmod(0o600)
+        match damage:
+            case "cut off":
+                file.write_bytes(content[:-9])
+            case "changed":
+                file.write_bytes(content[:-9] + bytes([content[-9] ^ 1]) + content[-8:])
+            case "another pickle":
+                other = pickle.dumps("no program")
+                file.write_bytes(kept_programs._digest("key", other) + other)
+            case "writable by others":
+                file.chmod(0o666)
+            case "linked":
+                file.rename(kept / "elsewhere")
+                file.symlink_to(kept / "elsewhere")
+        caplog.clear()
+        assert load() is None and not file.is_symlink() and not file.exists(), damage
+        assert caplog.text.count("cannot be loaded") == (damage == "another pickle"), damage
+    compile()
     shutil.copy(file, file.with_name(f"other{kept_programs.SUFFIX}"))
     assert kept_programs.load("other", *trees, jax.devices()[0]) is None, "it has another one's name"
     wrong = jax.tree.structure((0, 0))

@@ -7,6 +7,7 @@ import pytest
 
 import jattn
 from jattn.metadata import CommonAttentionMetadata, cascade_levels
+from jattn.metadata.cascade import prefix_levels
 
 TABLE = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6], [0, 1, 7, 8, 9], [0, 1, 10, 11, 12]]
 REACH = dict(use_alibi_sqrt=True, sliding_window=3, use_rswa=True, use_mm_prefix=True)
@@ -53,6 +54,19 @@ def check(spec):
     for state in (ours, hinted):
         np.testing.assert_allclose(state.out, flat.out, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(state.lse, flat.lse, rtol=2e-5, atol=2e-6)
+
+
+def test_a_common_prefix_is_read_through_a_request_with_queries():
+    """The first request has no new token, so its row of the block table may hold anything."""
+    table = [[15, 15, 15, 15, 15], *TABLE[:2]]
+    meta = CommonAttentionMetadata.from_lengths([0, 2, 1], [0, 13, 14], table, 4)
+    k, q = jax.random.normal(jax.random.key(0), (64, 2, 8)), jax.random.normal(jax.random.key(1), (3, 4, 8))
+    cache = jattn.write_kv(jattn.empty_cache(CACHE), k, k, jnp.arange(64))
+    attn = jattn.PagedAttention(SPEC, CACHE, "sdpa")
+    flat, hinted = (attn.attend(q, cache, attn.build(meta, common_prefix_len=n)) for n in (0, 12))
+    np.testing.assert_allclose(hinted.out, flat.out, rtol=2e-5, atol=2e-6)
+    cascade = jattn.cascade_attention(q, cache, prefix_levels(meta, 12, 4), SPEC, backend="sdpa")
+    np.testing.assert_allclose(cascade.out, flat.out, rtol=2e-5, atol=2e-6)
 
 
 SPEC = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)

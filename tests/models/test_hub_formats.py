@@ -1,4 +1,4 @@
-"""Folders with quantised weights: packed here by hand from each format's specification, and by compressed-tensors."""
+"""Folders with quantised weights, packed here by hand from each format's specification."""
 
 import functools
 import json
@@ -287,6 +287,45 @@ def test_compressed_tensors_in_words(tmp_path, bits, zeros):
     check(tmp_path / "packed", settings, pack, f"int{bits}")
 
 
+def packed_4(x, group, zeros=False):
+    codes, _, scales, _ = drawn(x.shape, group)
+    tensors = dict(weight_packed=words(codes), weight_scale=scales, weight_shape=np.array(x.shape, np.int64))
+    return tensors, codes
+
+
+def gptq_pack(x):
+    codes, zeros, scales, exact = drawn(x.shape, 32)
+    return dict(qweight=words(codes).T, qzeros=words((zeros - 1).T), scales=scales.T), exact
+
+
+OTHER_GROUPS = {
+    "awq": (AWQ | dict(group_size=64), awq_pack),
+    "gptq": (dict(quant_method="gptq", bits=4, group_size=64), gptq_pack),
+    "compressed-tensors": (
+        compressed("pack-quantized", 4, "int", "group", group_size=64),
+        lambda x: packed_4(x, 48 if x.shape[1] == 96 else 64),
+    ),
+    "one group": (compressed("pack-quantized", 4, "int", "channel"), lambda x: packed_4(x, 32)),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_GROUPS)
+def test_groups_of_another_size_than_the_config_says_are_refused(tmp_path, case):
+    """The 96 inputs of down_proj have 64 and 32 of them in two groups of 64; equal groups would be other numbers."""
+    settings, pack = OTHER_GROUPS[case]
+    folder(tmp_path / "odd", settings, pack)
+    for load in (models.load, stored_weights):
+        with pytest.raises(ValueError, match="groups, which do not have group_size"):
+            load(tmp_path / "odd")
+
+
+def test_zero_points_that_the_config_says_and_the_folder_lacks_are_missing(tmp_path):
+    settings = compressed("pack-quantized", 4, "int", "group", group_size=32, symmetric=False)
+    folder(tmp_path / "odd", settings, lambda x: packed_4(x, 32))
+    with pytest.raises(ValueError, match="is missing"):
+        models.load(tmp_path / "odd")
+
+
 @pytest.mark.parametrize("strategy", ["channel", "tensor"])
 @pytest.mark.parametrize("kind", ["int", "float"])
 def test_compressed_tensors_of_8_bits(tmp_path, kind, strategy):
@@ -297,24 +336,6 @@ def test_compressed_tensors_of_8_bits(tmp_path, kind, strategy):
 
     settings = compressed(f"{kind}-quantized", 8, kind, strategy)
     check(tmp_path / "plain", settings, pack, "int8" if kind == "int" else "fp8")
-
-
-def test_compressed_tensors_as_its_library_packs_them():
-    """The functions that write such folders, if the library is here."""
-    pytest.importorskip("compressed_tensors")
-    import torch
-    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # pyright: ignore
-
-    from jattn.models.hub_formats import METHODS, ConfigReader
-
-    codes = RNG.integers(-8, 8, (16, 64)).astype(np.int8)
-    zeros = RNG.integers(-8, 8, (16, 2)).astype(np.int8)
-    packed = pack_to_int32(torch.from_numpy(codes), 4).numpy()
-    packed_zeros = pack_to_int32(torch.from_numpy(zeros), 4, packed_dim=0).contiguous().numpy()
-    scheme = METHODS["compressed-tensors"](ConfigReader(compressed("pack-quantized", 4, "int", "group", group_size=32)))
-    decoded = scheme.decode(packed, np.ones((16, 2), np.float32), np.array(codes.shape), packed_zeros)
-    np.testing.assert_array_equal(decoded.codes.astype(int) - 8, codes)
-    np.testing.assert_array_equal(decoded.zero_points, zeros)
 
 
 @pytest.mark.parametrize("name", ["", "model-Q4_K_M.gguf"])

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from jattn import models
+from jattn.models.hub_formats import METHODS, ConfigReader
 from jattn.ops.quantised import QuantisedArray
-from tests.models import witness
+from tests.models import test_hub_formats, witness
 
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
@@ -74,3 +75,18 @@ def test_a_folder_of_the_library_loads_packed(tmp_path, name):
     assert isinstance(kernel, QuantisedArray) and kernel.format == format
     seen = models.prompt_logits(config, params, IDS)
     assert np.abs(seen - wanted).max() < 1e-3 * np.std(wanted)
+
+
+def test_words_of_the_library_are_decoded_to_its_codes_and_zero_points():
+    import torch
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32  # pyright: ignore
+
+    rng = np.random.default_rng(0)
+    codes, zeros = (rng.integers(-8, 8, shape).astype(np.int8) for shape in ((16, 64), (16, 2)))
+    packed = pack_to_int32(torch.from_numpy(codes), 4).numpy()
+    packed_zeros = pack_to_int32(torch.from_numpy(zeros), 4, packed_dim=0).contiguous().numpy()
+    settings = test_hub_formats.compressed("pack-quantized", 4, "int", "group", group_size=32)
+    scheme = METHODS["compressed-tensors"](ConfigReader(settings))
+    decoded = scheme.decode(packed, np.ones((16, 2), np.float32), np.array(codes.shape), packed_zeros)
+    np.testing.assert_array_equal(decoded.codes.astype(int) - 8, codes)
+    np.testing.assert_array_equal(decoded.zero_points, zeros)

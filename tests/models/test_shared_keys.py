@@ -53,6 +53,13 @@ def test_a_shared_layer_has_no_projections_and_no_cache():
     assert sorted(params["layers"][2]["attn"]) == ["o", "q", "q_norm"]
 
 
+@pytest.mark.parametrize("choice", [dict(deterministic=True), dict(backend="sdpa")], ids=["deterministic", "named"])
+def test_an_engine_finds_the_cache_of_a_shared_layer_when_its_backend_is_checked(choice):
+    config, params = made("gemma3n_text", 0)
+    sizes = dict(num_blocks=20, block_size=4, max_num_seqs=2, max_num_batched_tokens=8, max_model_len=32)
+    assert jattn.Engine(config, params, **sizes, **choice).runner.model.backend in jattn.list_backends()
+
+
 def test_fields_that_contradict_one_another_are_refused():
     config, _ = made("gemma3n_text", 0)
     own, shared = config.layers[0], config.layers[2]

@@ -312,6 +312,12 @@ def _decode_tile(closure, source, target):
     target[:, : closure["dim"]] = source.astype(np.float32).astype(target.dtype)
 
 
+def _bfloat16_parts(closure, p):
+    high = (np.ascontiguousarray(p).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
+    kind = jax.numpy.dtype(jax.numpy.bfloat16)
+    return high.astype(kind), (p - high).astype(kind)
+
+
 def _queries_times_keys(closure, q_tile, k_tile):
     return tuple(
         (q_tile[half].astype(np.float32) @ k_tile.astype(np.float32).T).astype(np.float32)
@@ -460,6 +466,10 @@ PTX = {
     "decode_tile": _decode_tile,
     "load_per_key": lambda closure, scales: (scales,),
     "queries_times_keys": _queries_times_keys,
+    "numbers_of": lambda closure, acc: (acc.reshape(-1),),
+    "of_numbers": lambda closure, numbers: (numbers.reshape(closure["shape"]),),
+    "exponentials": lambda closure, x, factor, top: (np.exp2(x * factor - top[:, None]).astype(np.float32),),
+    "bfloat16_parts": _bfloat16_parts,
     "rescaled": lambda closure, acc, alpha: (acc * alpha[:, None],),
     "add_weighted_values": _add_weighted_values,
     "put_numbers": _put_numbers,

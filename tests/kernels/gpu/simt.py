@@ -327,6 +327,7 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "asm_values", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
         mock.patch.object(rows, "fill", fill),
+        mock.patch.object(rows, "fragment_of_words", fragment_of_words),
         mock.patch.object(module.plgpu, "inline_mgpu", inline),
         mock.patch.object(ptx.utils, "bitcast", lambda x, _: x),
         mock.patch.object(ptx.utils, "dtype_to_ir_type", lambda x: x),
@@ -344,8 +345,6 @@ def emulated(module, machine: Machine):
         swaps.append(
             mock.patch.object(module, "encode_words", lambda source, target, _=False: f"encode {source} {target}")
         )
-    if hasattr(module, "_fragment_of_words"):
-        swaps.append(mock.patch.object(module, "_fragment_of_words", fragment_of_words))
     with contextlib.ExitStack() as stack:
         for swap in swaps:
             stack.enter_context(swap)

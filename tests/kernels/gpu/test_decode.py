@@ -4,7 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.gpu import decode_sm90
 from pallas_kernels.gpu.decode_sm90 import decode_word
+from tests.kernels.gpu.simt import Machine, emulated
+from tests.kernels.gpu.test_warp_mma import place_tile
 
 SOURCES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}
 TARGETS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -95,3 +98,18 @@ def test_decodes_every_byte_and_nan_without_an_instruction_for_it(source, conver
 
 def test_a_chip_with_the_instruction_uses_it():
     assert "cvt.rn.f16x2.e4m3x2" in decode_word("float8_e4m3fn", "bfloat16")
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 192, 256])
+def test_a_tile_is_decoded_to_the_places_of_its_swizzle(dim):
+    """Every thread's addresses: those of later steps are the first ones' plus constants (steps_of_equal_columns)."""
+    rows, source = 64, "int8"
+    values = np.random.default_rng(dim).integers(-128, 128, (rows, dim)).astype(np.int8)
+    machine, target = Machine(128, 3 * values.nbytes), np.full(128, values.nbytes, np.int32)
+    place_tile(machine.memory, 0, values)
+    with emulated(decode_sm90, machine):
+        kind = dict(rows=rows, dim=dim, source=source, target="float16", hidden=True)
+        decode_sm90.decode_tile(np.zeros(128, np.int32), target, **kind)
+    want = np.zeros(2 * values.nbytes, np.uint8)
+    place_tile(want, 0, values.astype(np.float16))
+    np.testing.assert_array_equal(machine.memory[values.nbytes :], want)

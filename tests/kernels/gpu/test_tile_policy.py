@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jattn import AttentionSpec, CommonAttentionMetadata, KVCacheSpec
-from jattn.backends import pallas_gpu
+from jattn.backends import gpu_kernel
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import tile_policy
@@ -50,7 +50,7 @@ def test_the_backend_asks_the_policies(added):
     spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
     cache = KVCacheSpec(num_blocks=8, block_size=64, num_kv_heads=8, head_dim=128)
     batches = [CommonAttentionMetadata.from_lengths([n], [n], [[0, 1]], 64) for n in (1, 100)]
-    blocks = [pallas_gpu.kernel_config(spec, cache, "bfloat16", batch).block_kv for batch in batches]
+    blocks = [gpu_kernel.kernel_config(spec, cache, "bfloat16", batch).block_kv for batch in batches]
     assert blocks == [64, 128]
 
 
@@ -149,5 +149,5 @@ def test_keys_come_before_queries_of_one_buffer_in_long_tiles():
 def test_pages_that_tma_cannot_copy_are_computed_by_warps(page, kernel):
     spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=128)
     cache = KVCacheSpec(num_blocks=8, block_size=page, num_kv_heads=8, head_dim=128)
-    config = pallas_gpu.kernel_config(spec, cache, "bfloat16")
-    assert type(config).__name__ == kernel and not pallas_gpu.config_reasons(config)
+    config = gpu_kernel.kernel_config(spec, cache, "bfloat16")
+    assert type(config).__name__ == kernel and not gpu_kernel.config_reasons(config)

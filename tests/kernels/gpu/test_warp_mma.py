@@ -103,6 +103,7 @@ def test_products_softmax_and_join_are_attention(
                 rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16" if decoded else name
             )
             kind |= dict(parts=max(scaled, 1), lean=wgs == 1)  # of the warp-level kernel's one warpgroup
+            kind |= dict(shuffles=wgs > 1 or rows8 == 2)
             own = types.SimpleNamespace(registers=np.empty(2, object))
             own.registers[:] = [(tiny[key + 8 * i],) for i in range(2)]
             state = warps.softmax_times_values(at["v"], x, factor, *state, mine, own if scaled else None, **kind)
@@ -114,7 +115,7 @@ def test_products_softmax_and_join_are_attention(
         )
         number = lambda n: np.full(threads, n, np.int32)
         for n in range(rows8):
-            own = dict(rows8=rows8, decoded=decoded, lean=wgs == 1)
+            own = dict(rows8=rows8, decoded=decoded, shuffles=wgs > 1 or rows8 == 2)
             warps.put_state(scratch, at["stats"], *state, warpgroup, n, **own, **kind)
             part, where = (
                 (number(is_part), number(slot)),

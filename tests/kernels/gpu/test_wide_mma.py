@@ -32,6 +32,34 @@ def packed(fragment, dtype):
     return out
 
 
+def fragment_of(numbers):
+    """The fragment of [64, n] numbers."""
+    out, lane = Fragment(numbers.shape, wide_mma._WGMMA), np.arange(128)
+    for flat, (second, column) in enumerate(rows.pair_places(out)):
+        row = lane // 32 * 16 + lane % 32 // 4 + 8 * second
+        out.registers.reshape(-1)[flat] = tuple(numbers[row, column + lane % 4 * 2 + k] for k in range(2))
+    return out
+
+
+def rows_fragment(numbers):
+    """The fragment of (64,) numbers."""
+    out, lane = Fragment(numbers.shape, wide_mma._WGMMA.reduce(1)), np.arange(128)
+    for second in range(2):
+        out.registers.reshape(-1)[second] = (numbers[lane // 32 * 16 + lane % 32 // 4 + 8 * second],)
+    return out
+
+
+def unpacked(fragment):
+    """The [64, n] numbers of a fragment of words of two bfloat16."""
+    flat, pairs = Fragment(fragment.shape, wide_mma._WGMMA), []
+    for word in fragment.registers.flat:
+        both = np.ascontiguousarray(word).view(np.uint32).view(np.uint16).reshape(-1, 2)
+        pairs.append(tuple(both[:, k].copy().view(ml_dtypes.bfloat16).astype(np.float32) for k in range(2)))
+    for i, pair in enumerate(pairs):
+        flat.registers.reshape(-1)[i] = pair
+    return matrix(flat)
+
+
 @pytest.mark.parametrize(("halves", "dim", "v_dim", "dtype"), CASES)
 def test_products_of_tiles(halves, dim, v_dim, dtype):
     rng = np.random.default_rng(dim)
@@ -55,3 +83,23 @@ def test_products_of_tiles(halves, dim, v_dim, dtype):
         rounded = matrix(dots[half]).astype(np.float32).astype(TYPES[dtype]).astype(np.float64)
         want = rounded @ v.astype(np.float64) + np.arange(v_dim) // 8
         np.testing.assert_allclose(matrix(accs[half]), want, rtol=1e-4, atol=1e-3)
+
+
+def test_weights_of_two_parts_are_their_sum():
+    """To 2^-16 of each: float16 results keep 2^-11."""
+    numbers = np.random.default_rng(0).uniform(0, 300, (64, 64)).astype(np.float32)
+    numbers[0, :4] = 0.0, 1e-30, 1.0, 65504.0
+    with emulated(wide_mma, Machine(128, 0)):
+        words = wide_mma.bfloat16_parts(fragment_of(numbers))
+    parts = [unpacked(part) for part in words]
+    np.testing.assert_allclose(parts[0] + parts[1], numbers, rtol=2.0**-16)
+    assert (parts[0] <= numbers).all()
+
+
+def test_exponentials_and_the_registers_of_a_loop():
+    rng = np.random.default_rng(1)
+    x, top = rng.normal(size=(64, 32)).astype(np.float32), rng.normal(size=64).astype(np.float32)
+    x[3] = -np.inf
+    with emulated(wide_mma, Machine(128, 0)):
+        p = wide_mma.exponentials(fragment_of(x), np.full(128, 0.5, np.float32), rows_fragment(top))
+    np.testing.assert_allclose(matrix(p), np.exp2(x * np.float32(0.5) - top[:, None]), rtol=1e-5)
