@@ -69,9 +69,10 @@ class Embedder:
                 f"{directory} has no modules.json, so it does not say how its model's hidden states become an "
                 f"embedding; pass pooling=, one of {', '.join(models.POOLINGS)}"
             )
+        tokenizer = load_tokenizer(found.model)  # refused before weights are read
         config, params = models.load(found.model, dtype=dtype, quantization=quantization, progress=progress, head=False)
         fields: dict[str, Any] = dict(
-            tokenizer=load_tokenizer(found.model), normalize=found.normalize, max_tokens=found.max_tokens,
+            tokenizer=tokenizer, normalize=found.normalize, max_tokens=found.max_tokens,
             lower_case=found.lower_case, prompts=dict(found.prompts), default_prompt=found.default_prompt,
         )  # fmt: skip
         return cls(config=config, params=params, pooling=pooling, **fields | options)

@@ -33,6 +33,7 @@ SHAPES = {
     "mixed_e4m3": dict(kv_dtype="float8_e4m3fn"),
 }
 CHIPS = {"sm_90": default_config, "sm_80": warp_config}  # Hopper's kernel, and the warp-level one
+NAME = ragged_paged_attention.__name__
 INSTRUCTION = re.compile(r"(?:^|[;{}]|@!?\w+)\s*([a-z]\w*(?:\.[\w:]+)+)\s")
 
 
@@ -56,6 +57,8 @@ def module_of(config: GpuKernelConfig, tokens: int = 64, requests: int = 8):
         extra = dict(alibi_slopes=slopes) if config.logits.has_alibi else {}
         extra |= dict(sinks=sinks) if config.has_sinks else {}
         extra |= dict(qq_bias=jnp.zeros((9, 9))) if config.qq_bias else {}
+        scales = jnp.ones(pool) if config.token_scales else None
+        extra |= dict(k_token_scale=scales, v_token_scale=scales)
         work = build_work_list(starts, seqs, tokens, config, causal, **own)
         return ragged_paged_attention(q, k, v, table, work, config, **extra)
 
@@ -72,19 +75,15 @@ def module_of(config: GpuKernelConfig, tokens: int = 64, requests: int = 8):
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     with mock.patch.object(core, "_run_serde_pass", kept):
         jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=[check])(*arguments)
-    return max(modules, key=lambda module: len(_text(module)))
+    return modules[0]
 
 
-def _text(module) -> str:
-    return module.operation.get_asm(enable_debug_info=False)
+def text_of(module) -> str:
+    """A module without the places of its source, and without the number that Mosaic gives each kernel of a process."""
+    return re.sub(rf"{NAME}_\d+", NAME, module.operation.get_asm(enable_debug_info=False))
 
 
-def text_of(config: GpuKernelConfig) -> str:
-    """The kernel's module without the places of its source."""
-    return _text(module_of(config))
-
-
-def counts_of(config: GpuKernelConfig) -> dict[str, int]:
+def counts_of(module) -> dict[str, int]:
     """Operations by kind; of inline PTX the instructions, with `ptx` before their names."""
     counts: collections.Counter[str] = collections.Counter()
 
@@ -100,13 +99,13 @@ def counts_of(config: GpuKernelConfig) -> dict[str, int]:
     from jax._src.lib.mlir import ir
 
     walk_on = ir.WalkResult.ADVANCE
-    module_of(config).operation.walk(visit)
+    module.operation.walk(visit)
     return dict(sorted(counts.items()))
 
 
 def measure(chip: str, shape: str) -> dict[str, Any]:
     """A kernel's row."""
-    return dict(case=shape, counts=counts_of(config_of(chip, shape)))
+    return dict(case=shape, counts=counts_of(module_of(config_of(chip, shape))))
 
 
 def main(argv: list[str] | None = None) -> None:

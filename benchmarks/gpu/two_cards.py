@@ -7,7 +7,8 @@ serve1       an 8B model on one card: a decode step of 64 requests, a prompt of 
 serve2       the same on two cards; `to_one_device`, and how far its tokens are those of one card
 serve2_xla   without the launches of `tail`: all-reduces by NCCL
 serve2_shot  the same, by XLA's own all-reduce kernels
-serve2_graph as serve2, with NCCL's calls in CUDA graphs
+serve2_graph as serve2, with NCCL's calls in CUDA graphs: a dispatch is one graph; `graph_equal`: has it serve2's tokens
+serve1_int4, serve2_int4: the decode step with weights of 4 bits
 context      benchmarks.gpu.context_parallel
 collectives  benchmarks.gpu.collectives
 large        benchmarks.gpu.large_model: a folder of 141 GB loaded by Engine.from_pretrained and served
@@ -34,8 +35,8 @@ ROWS, PROMPT, LONG = 64, 512, 8192
 BLOCKS = 1600  # of 64 tokens: 64 requests of 1100, and some more
 ALL_REDUCE_BY_XLA = {"xla_gpu_experimental_use_collective_kernels": "all_reduce"}
 LIMITS = {  # seconds of a part once it has the cards
-    "tail": 25, "serve1": 75, "serve2": 78, "serve2_xla": 60, "serve2_shot": 60, "serve2_graph": 60, "context": 70,
-    "collectives": 20, "large": 200,
+    "tail": 25, "serve1": 75, "serve2": 78, "serve2_xla": 60, "serve2_shot": 60,
+    "serve2_graph": 60, "serve1_int4": 70, "serve2_int4": 70, "context": 70, "collectives": 20, "large": 200,
 }  # fmt: skip
 LEAST_SECONDS = 10  # with less time left, no part begins
 FIRST = ("tail", "serve1", "serve2", "context", "collectives", "serve2_graph", "serve2_xla", "serve2_shot")
@@ -142,6 +143,7 @@ def serve_so(args: argparse.Namespace, ranks: int, variant: str) -> list[dict]:
 
     import jattn
     from benchmarks.gpu import engine_step, tensor_parallel
+    from jattn import models
     from jattn.engine import xla_options
     from jattn.models import layer_tail
 
@@ -158,6 +160,7 @@ def serve_so(args: argparse.Namespace, ranks: int, variant: str) -> list[dict]:
     config = tensor_parallel.config_of(kind)
     mesh = jax.make_mesh((1, ranks), ("data", "tensor"), devices=jax.devices()[:ranks])
     params = tensor_parallel.weights_of(config, mesh, "float32" if args.small else "bfloat16")
+    params = models.quantise(params, "int4") if variant == "int4" else params
     clock("weights")
     new_engine = functools.partial(tensor_parallel.engine_of, config, params, mesh, rows, long, long + 1024)
     blocks = None if args.small else BLOCKS
@@ -175,7 +178,8 @@ def serve_so(args: argparse.Namespace, ranks: int, variant: str) -> list[dict]:
     steps = -(-rows * prompt // long)
     name = f"{ranks} devices" + (f", {variant}" if variant else "") + (", no launch" * launch_failed * (ranks > 1))
     seconds, _ = engine_step.serve(engine, prompts, dispatches, steps)
-    found = {f"tp_{kind}_decode_r{rows}": float(np.median(seconds)) / engine_step.BURST * 1e3}
+    kept = f"tp_{kind}_int4" if variant == "int4" else f"tp_{kind}"
+    found = {f"{kept}_decode_r{rows}": float(np.median(seconds)) / engine_step.BURST * 1e3}
     clock("decode")
     print(json.dumps(dict(variant=name, **found)), flush=True)
     if not args.small:
@@ -197,15 +201,20 @@ def serve_so(args: argparse.Namespace, ranks: int, variant: str) -> list[dict]:
         engine = new_engine(blocks)
         engine.warmup()
         clock("two programs with collectives in graphs")
+        again = engine.generate([p.tolist() for p in prompts], greedy(33))
+        graph_equal = sum(list(a.token_ids) == b for a, b in zip(again, tokens, strict=True)) / rows
+        print(json.dumps(dict(graph_equal=graph_equal)), flush=True)
         seconds, _ = engine_step.serve(engine, prompts, dispatches, steps)
         found[f"tp_{kind}_decode_r{rows}_graph"] = float(np.median(seconds)) / engine_step.BURST * 1e3
+        print(json.dumps(dict(kernels_in_graph=profiled(engine, prompts, steps, ranks))), flush=True)
         print(json.dumps(dict(variant=name, **found)), flush=True)
     results = [dict(case=case, variant=name, ranks=ranks, ms=ms) for case, ms in found.items()]
-    alone = folder / "alone.json"
+    alone = folder / ("alone_int4.json" if variant == "int4" else "alone.json")
     if ranks == 1:
         alone.write_text(json.dumps(found))
     elif alone.exists():
-        of_one, first = json.loads(alone.read_text()), json.loads((folder / "tokens1.json").read_text())
+        of_one = json.loads(alone.read_text())
+        first = json.loads((folder / f"tokens1{variant if variant == 'int4' else ''}.json").read_text())
         for row in results:
             row |= dict(to_one_device=row["ms"] / of_one[row["case"]]) if row["case"] in of_one else {}
         results[0] |= agreement(tokens, first)
@@ -312,6 +321,8 @@ PARTS = {
     "serve2_xla": lambda args: serve(args, args.ranks, "xla"),
     "serve2_shot": lambda args: serve(args, args.ranks, "shot"),
     "serve2_graph": lambda args: serve(args, args.ranks, "graph"),
+    "serve1_int4": lambda args: serve(args, 1, "int4"),
+    "serve2_int4": lambda args: serve(args, args.ranks, "int4"),
     "context": context,
     "collectives": collectives,
     "large": large,

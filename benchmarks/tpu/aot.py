@@ -129,15 +129,16 @@ def mesh_of(chip: str):
     return jax.sharding.Mesh(topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[:1], ("x",))
 
 
-def compile_for(chip: str, function, *shapes):
-    """`function` compiled for one device of a chip, arguments given as ShapeDtypeStructs."""
+def compile_for(chip: str, function, *shapes, donated: tuple[int, ...] = (), options: dict | None = None):
+    """`function` compiled for one device of a chip, arguments given as ShapeDtypeStructs; options: the compiler's."""
     import jax
 
     mesh = mesh_of(chip)
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), shapes)
     with jax.set_mesh(mesh):
-        return jax.jit(function, out_shardings=here).lower(*placed).compile()
+        lowered = jax.jit(function, out_shardings=here, donate_argnums=donated).lower(*placed)
+        return lowered.compile(compiler_options=options)
 
 
 def layer_of(shape: Shape):

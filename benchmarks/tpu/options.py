@@ -126,16 +126,15 @@ def launches(option: str, dim: int, dtype: str, chip: str = "v6e") -> list[tuple
 
     from jattn.backends import pallas_tpu
     from pallas_kernels.tpu import paged_attention
-    from pallas_kernels.tpu.config import PACK
 
     found, default = [], pallas_tpu.default_config
 
     def seen(config, *arguments, interpret):
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
         found.append((config, given))
-        heads, packs = arguments[0].shape[:2]
-        out = jnp.zeros((heads, packs, PACK, config.v_head_dim), config.out_dtype)
-        return out, jnp.zeros((packs, PACK, config.lse_lanes), jnp.float32)
+        q, work = arguments[0], arguments[4]
+        out = jnp.zeros((*q.shape[:-1], config.v_head_dim), config.out_dtype)
+        return out, jnp.zeros((*work.token.shape, config.lse_lanes), jnp.float32)
 
     def small(**fields):
         return default(**fields | SIZES | (BESIDE if fields["layout"] == "HND128" else {}))

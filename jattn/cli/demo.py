@@ -16,7 +16,7 @@ def add(commands) -> None:
         "compare every backend with numpy, then serve a small model and check its answers",
         ["jattn demo", "jattn demo --backends-only"],
         description="Compares every backend with numpy, then serves a small model and checks its answers. "
-        "Exits with 0 if all agree. The first run on a machine compiles C++ kernels and takes about 35 s.",
+        "Exits with 0 if all agree. The first run on a machine compiles C++ kernels, which takes about 40 s more.",
     )
     parser.add_argument(
         "--backends-only", action="store_true", help="only the comparison with numpy, without the model"

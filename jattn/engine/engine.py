@@ -159,8 +159,9 @@ class Engine:
         if mesh is not None:
             sharding = admission.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
             sharding = sharding.weight_sharding(config)
-        config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
+        # first, because a folder without a tokenizer is refused
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
+        config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
         return cls(
             config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
         )

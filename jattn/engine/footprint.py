@@ -95,8 +95,7 @@ class Footprint:
         """An estimate of the temporary memory of the largest dispatch on each device.
 
         Sampling and the widest layer do not run at the same time. XLA:CPU copies some weights to float32 before the
-        loop over steps: those of experts, and those of 16 bits and quantised ones on several devices or for many rows;
-        quantised experts on one device are not copied.
+        loop over steps: those of experts that are not quantised, and for many rows those of 16 bits and quantised ones.
         """
         vocab = self.config.vocab_size
         vocab = vocab if vocab % self.ranks else vocab // self.ranks  # replicated if not divisible: see ModelMesh
@@ -124,8 +123,7 @@ class Footprint:
     def _copied_bytes(self, tokens: int) -> int:
         is_quantised = self.quantization is not None or self.stored is not None
         is_narrow = is_quantised or jnp.dtype(self.dtype).itemsize == 2
-        every = is_narrow and (self.ranks > 1 or tokens > NATIVE_MAX_ROWS)
-        experts = self.quantization is None or self.ranks > 1
+        every, experts = is_narrow and tokens > NATIVE_MAX_ROWS, self.quantization is None
         is_copied = lambda axes, rank: experts if "expert" in axes else every and rank > 1
         copied = [w for w in self.weights() if is_copied(w.spec.axes, len(w.spec.shape))]
         return sum(int(4 * math.prod(w.spec.shape) * w.share) for w in copied if w.path != "embed")

@@ -103,8 +103,8 @@ def storage_of(dtype: str, quant: str | None, has_scales: bool = False) -> dict[
         raise ValueError(f"cache_quant={quant!r} must be one of {', '.join(QUANT_MODES[1:])}")
     if dtype == "int8" and quant not in (None, "per_token_head") and not has_scales:
         raise ValueError(
-            f"cache_quant={quant!r} with cache_dtype='int8': the weights have no scales of keys and values, which would "
-            "be rounded to integers; use cache_quant='per_token_head'"
+            f"cache_quant={quant!r} with cache_dtype='int8': the weights have no scales of keys and values, which "
+            "would be rounded to integers; use cache_quant='per_token_head'"
         )
     return dict(dtype=dtype, quant=quant or "per_token_head")
 

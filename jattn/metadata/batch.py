@@ -13,6 +13,7 @@ import numpy as np
 from jattn.errors import MissingMetadataError
 from jattn.errors.arguments import INT32, as_array, booleans, integer, integers, kind, optional, short, takes
 from jattn.metadata.buckets import power_of_two, query_len_bound
+from jattn.metadata.host import array_module, is_traced
 from jattn.metadata.lengths import (
     at_least,
     causal_of,
@@ -306,18 +307,33 @@ class CommonAttentionMetadata:
 
     @takes(num_tokens=integer(0), num_reqs=integer(0))
     def unpadded(self, num_tokens: int, num_reqs: int) -> "CommonAttentionMetadata":
-        """The first `num_reqs` requests and `num_tokens` tokens, as a batch of those static sizes."""
+        """The first `num_reqs` requests and `num_tokens` tokens, as a batch of those static sizes.
+
+        A request of which tokens are cut off has fewer new tokens, at the same positions. Tokens of other requests are
+        padding.
+        """
         if num_tokens > self.num_tokens or num_reqs > self.max_num_reqs:
             raise ValueError(
                 f"cannot cut T={self.num_tokens}, R={self.max_num_reqs} up to {num_tokens=}, {num_reqs=}; use padded"
             )
         cut = {name: getattr(self, name) for name in PER_REQUEST}
+        start, slots = self.query_start_loc[: num_reqs + 1], self.slot_mapping[:num_tokens]
+        kept = _minimum(start, num_tokens)
+        lost = (start - kept)[1:] - (start - kept)[:-1]
+        sees_others = self.dcp_local_seq_lens is not None or self.mm_prefix_ranges is not None
+        if not is_traced(lost, self.causal) and lost.any() and (sees_others or not np.all(self.causal)):
+            raise ValueError(
+                f"{num_tokens=} cuts a request whose metadata depends on all of its tokens: it is not causal, or the "
+                "batch has mm_prefix_ranges or dcp_local_seq_lens; cut between requests"
+            )
+        cut["seq_lens"] = cut["seq_lens"][:num_reqs] - lost
+        xp = array_module(slots, kept)
         return self.replace(
-            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            query_start_loc=kept,
             is_all_new=self.is_all_new,
-            slot_mapping=self.slot_mapping[:num_tokens],
+            slot_mapping=xp.where(xp.arange(num_tokens) < kept[-1], slots, np.int32(PAD_SLOT_ID)),
             num_reqs=_minimum(self.num_reqs, num_reqs),
-            num_actual_tokens=_minimum(self.num_actual_tokens, num_tokens),
+            num_actual_tokens=kept[-1],
             cross=None if self.cross is None else self.cross.unpadded(self.cross.num_tokens, num_reqs),
             **{name: None if x is None else x[:num_reqs] for name, x in cut.items()},
         )

@@ -32,7 +32,7 @@ from jattn.models.sharded_attention import ShardedAttention, ShardedLatentAttent
 from jattn.models.without_cache import encode
 from jattn.nn import Angles, LatentConfig, Rope
 from jattn.nn.apply import angles_of
-from jattn.nn.attention_layer import multiply, project_and_attend
+from jattn.nn.attention_layer import Multiply, multiply, project_and_attend
 from jattn.nn.latent_layer import project_and_attend_latent
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
@@ -125,7 +125,7 @@ def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cach
     attn: a PagedAttention or, of a latent layer, an MLAAttention; or the same distributed over a mesh.
     """
     config = layer.self_attn
-    by = attn.multiply if isinstance(attn, ShardedAttention | ShardedLatentAttention) else multiply
+    by = _multiply_of(attn)
 
     def attention(y: jax.Array) -> tuple:
         at = dict(positions=positions, angles=angles)
@@ -138,6 +138,11 @@ def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cach
     read = layer_reads(layer, weights, stream)
     cache, x = attention_sublayer(layer, weights, read[1], attention)
     return cache, read, x
+
+
+def _multiply_of(attn: Any) -> Multiply:
+    """How the products around this attention are computed."""
+    return attn.multiply if isinstance(attn, ShardedAttention | ShardedLatentAttention) else multiply
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

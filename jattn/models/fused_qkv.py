@@ -49,6 +49,7 @@ def _fused(config: ModelConfig, path: str) -> tuple[str, slice]:
     if layer[:1] != ["layers"] or layer[2:] != ["attn"] or name not in ("q", "k", "v"):
         return "", slice(0)
     attn = config.layers[int(layer[1])].self_attn
-    assert isinstance(attn, AttentionConfig)
+    if not isinstance(attn, AttentionConfig):  # the q of a latent layer
+        return "", slice(0)
     first = sum(attn.widths[other] for other in "qkv"[: "qkv".index(name)])
     return f"{'.'.join(layer)}.qkv.{leaf}", slice(first, first + attn.widths[name])

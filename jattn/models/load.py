@@ -213,6 +213,7 @@ def _end_ids(path: Path, values: dict[str, Any]) -> list[int]:
     """The end tokens of a file: eos_token_id is an id, a list of ids, or absent."""
     found = values.get("eos_token_id")
     ids = [] if found is None else found if isinstance(found, list) else [found]
+    ids = [id for id in ids if type(id) is not int or id != -1]  # some configs have -1 for none
     if not all(type(id) is int and id >= 0 for id in ids):
         raise ValueError(
             f"{path}: eos_token_id={short(found)} must be a token id (an integer >= 0), or a list of token ids"

@@ -10,7 +10,7 @@ from jattn.engine import Completion, RequestOutput, TokenLogprob
 from jattn.serve.errors import FailedError
 from jattn.serve.fields import ParsedBody
 from jattn.text import Tokenizer
-from jattn.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT
+from jattn.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Detokenizer
 
 MIN_LOGPROB = -9999.0
 """Written for a log-probability of -inf, which JSON does not have; OpenAI uses the same number."""
@@ -21,12 +21,15 @@ class TextOffsets:
 
     A token that continues a character begins where that character does. bounds[i] is where the i-th token begins, and
     bounds[-1] where the last one ends; the tokens of an unfinished character are not included yet.
+
+    prompt: as the Detokenizer's, whose text has the space before a first word after a prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None):
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
         self.bounds, self.num_tokens = [0], 0  # num_tokens: all that were added
-        self._context: list[int] = []  # tokens before _pending, on which its text may depend
+        # tokens before _pending, on which its text may depend
+        self._context = [] if tokenizer is None else list(Detokenizer(tokenizer, prompt).mark()[0].tokens)
         self._pending: list[int] = []  # the tokens of an unfinished character
 
     def add(self, token_ids: Sequence[int]) -> None:
@@ -43,7 +46,9 @@ class TextOffsets:
 
     def _settle(self, text: str) -> None:
         """Append the bounds of the pending tokens. text: of the context and these tokens."""
-        begin, context_length = self.bounds[-1], len(self._decode(self._context))
+        begin, known = self.bounds[-1], self._decode(self._context)
+        # a prompt may end within a character, which then belongs to the output
+        context_length = len(os.path.commonprefix([known, text]))
         for count in range(1, len(self._pending) + 1):
             so_far = self._decode(self._context + self._pending[:count])
             num_certain = len(os.path.commonprefix([so_far, text]))
@@ -80,7 +85,7 @@ class ResponseBuilder:
         entries = []
         for prompt_index, output in enumerate(outputs):
             for completion in output.outputs:
-                choice = self._choice(prompt_index, completion)
+                choice = self._choice(prompt_index, output, completion)
                 entry = self._entry(choice, completion, self._new_logprobs(choice, completion))
                 if self._parsed.is_chat:
                     entry["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
@@ -93,7 +98,7 @@ class ResponseBuilder:
         """The stream events for a new output of this prompt; FailedError if a completion failed."""
         self._outputs[prompt_index] = output
         for completion in output.outputs:
-            choice = self._choice(prompt_index, completion)
+            choice = self._choice(prompt_index, output, completion)
             text, logprobs = completion.text[choice.num_characters :], self._new_logprobs(choice, completion)
             ends = completion.finish_reason is not None and not choice.has_ended
             if not (text or logprobs or ends):
@@ -113,12 +118,12 @@ class ResponseBuilder:
         """The last event of a stream with include_usage: the token counts."""
         return self._body("chat.completion.chunk", []) | {"usage": _usage(list(self._outputs.values()))}
 
-    def _choice(self, prompt_index: int, completion: Completion) -> _Choice:
+    def _choice(self, prompt_index: int, output: RequestOutput, completion: Completion) -> _Choice:
         if completion.error is not None:
             raise FailedError(completion.error)
         index = prompt_index * self._parsed.params.n + completion.index
         if index not in self._choices:
-            self._choices[index] = _Choice(index, TextOffsets(self._tokenizer))
+            self._choices[index] = _Choice(index, TextOffsets(self._tokenizer, output.prompt_token_ids))
         return self._choices[index]
 
     def _new_logprobs(self, choice: _Choice, completion: Completion) -> list[TokenLogprob]:
@@ -197,8 +202,14 @@ def _chat_logprobs(logprobs: list[TokenLogprob], tokenizer: Tokenizer | None, nu
 
 
 def _text_of(token: int, tokenizer: Tokenizer | None) -> str:
-    """The text of one token decoded alone; a part of a character gives U+FFFD."""
-    return str(token) if tokenizer is None else tokenizer.decode([token])
+    """The text of one token that follows another; a part of a character gives U+FFFD.
+
+    Some decoders leave out the space before the first word of a text, so the token is decoded twice in a row.
+    """
+    if tokenizer is None:
+        return str(token)
+    once = tokenizer.decode([token])
+    return once if REPLACEMENT in once else tokenizer.decode([token, token])[len(once) :]
 
 
 def _by_text(logprob: TokenLogprob, tokenizer: Tokenizer | None) -> dict[str, float]:

@@ -19,6 +19,11 @@ LATENT_FORMS = ("split", "whole")
 value pool. whole: rows in the key pool, and the value pool is not read."""
 
 
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`."""
+    return next(n for n in range(min(most, number), 0, -1) if number % n == 0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TpuKernelConfig:
     """Everything that is static about one kernel; hashable. Not checked here: see supports.py and tile_policy.py."""
@@ -148,6 +153,31 @@ class TpuKernelConfig:
     def few_rows(self) -> int:
         """Rows of the body for few rows, which hold one token: half a pack, or whole packs."""
         return 8 if self.group <= 8 else cdiv(self.group, PACK) * PACK
+
+    @property
+    def in_place(self) -> bool:
+        """Are queries and outputs copied as [H D] of a token, in no other order outside?
+
+        Every tile then has one token, and tile i has token i. A kv head's query heads are `few_rows` rows of [H D] or a
+        part of them: the window of rows that `few_rows` and `shared` describe.
+        """
+        aligned = self.few_rows == max(self.group, 8) and 8 % min(self.group, 8) == 0 and self.num_heads % PACK == 0
+        return self.tile_tokens == 1 and not self.long_tiles and aligned and self.heads_at_once % self.shared == 0
+
+    @property
+    def shared(self) -> int:
+        """kv heads whose query heads are in one window of rows."""
+        return max(1, self.few_rows // self.group)
+
+    @property
+    def heads_at_once(self) -> int:
+        """kv heads that are unrolled in the body of few rows."""
+        return largest_divisor(self.num_kv_heads, self.short_heads)
+
+    @property
+    def packs_of_token(self) -> int:
+        """Packs of a tile of one token."""
+        return cdiv(self.group, PACK)
 
     @property
     def long_tiles(self) -> bool:

@@ -32,10 +32,10 @@ class ScalarRefs(NamedTuple):
 class HbmRefs(NamedTuple):
     """Refs in HBM; None where the layer has no such array."""
 
-    q: Any  # [K packs 16 D * beside]
+    q: Any  # [K packs 16 D * beside], or in place [T H D * beside]
     k: Any  # [N K S key_dim]; in the layout NHD [N S K key_dim], in HND128 [N K S*D/128 128]
-    out: Any  # [K packs 16 V]
-    lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k
+    out: Any  # [K packs 16 V], or in place [T H V]
+    lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k, or window k in place
     v: Any = None  # the same with V; None where the values are part of the keys
     k_token: Any = None  # f32[N K S] scales
     v_token: Any = None  # the same of the values
@@ -46,9 +46,9 @@ class HbmRefs(NamedTuple):
 class Buffers(NamedTuple):
     """Scratch in VMEM. A leading 2 is the two halves of a double buffer. None as above."""
 
-    q: Any  # [2 K rows/16 16 D * beside]
+    q: Any  # [2 K rows/16 16 D * beside], or in place [2 H D * beside]
     k: Any  # [2 pages K *page_dims]; [1 ...] in the layout NHD
-    out: Any  # [2 K rows/16 16 V]
+    out: Any  # [2 K rows/16 16 V], or in place [2 H V]
     lse: Any  # f32[2 rows/16 16 lse_lanes]
     m: Any  # f32[K rows 128], all lanes equal
     l: Any  # f32[K rows 128], partial sums: their sum over lanes counts
@@ -61,6 +61,7 @@ class Buffers(NamedTuple):
     bias: Any = None  # f32[2 rows/16 16 bias_lanes]
     k_fetched: Any = None  # [2 pages S K key_dim], in the layout NHD only
     v_fetched: Any = None  # [2 pages S K V]
+    q_windows: Any = None  # [K 16 D * beside], in place: 8 rows of each kv head's query heads, if they are half a pack
     s: Any = None  # f32[2 chunk_rows staged_keys] logits of two heads, in the body of many rows
     p: Any = None  # [2 chunk_rows staged_keys] their weights
 
@@ -159,36 +160,54 @@ class Copies:
 
     def start_q(self, i):
         """Starts to fetch the queries of tile i, and what is given for each row."""
-        self._each_pack(i, lambda j, pack: [copy.start() for copy in self._rows(pack, j, i)])
+        self._each_row_copy(i, self._queries, self._rows, lambda copy: copy.start())
 
     def wait_q(self, i):
         """Waits until they are in VMEM."""
-        self._each_pack(i, lambda j, pack: [copy.wait() for copy in self._rows(pack, j, i)])
+        self._each_row_copy(i, self._queries, self._rows, lambda copy: copy.wait())
+
+    def _each_row_copy(self, i, arrays, packed, do):
+        """do(copy) for the copies of tile i: of `arrays`, whole where they are in place, and of what is `packed`."""
+        if self.config.in_place:
+            do(arrays(i))
+        self._each_pack(i, lambda j, pack: [do(copy) for copy in packed(pack, j, i)])
+
+    def _queries(self, i):
+        half = lax.rem(i, 2)
+        return pltpu.make_async_copy(self.hbm.q.at[i], self.buf.q.at[half], self.buf.sems.at[0, half])
+
+    def _outputs(self, i):
+        half = lax.rem(i, 2)
+        return pltpu.make_async_copy(self.buf.out.at[half], self.hbm.out.at[i], self.buf.sems.at[3, half])
 
     def _rows(self, pack, j, i):
         half = lax.rem(i, 2)
-        yield pltpu.make_async_copy(self.hbm.q.at[:, pack], self.buf.q.at[half, :, j], self.buf.sems.at[0, half])
+        if not self.config.in_place:
+            yield pltpu.make_async_copy(self.hbm.q.at[:, pack], self.buf.q.at[half, :, j], self.buf.sems.at[0, half])
         for name in self.config.row_arrays:
             source, target = getattr(self.hbm, name).at[pack], getattr(self.buf, name).at[half, j]
             yield pltpu.make_async_copy(source, target, self.buf.sems.at[SEMAPHORES.index(name), half])
 
     def start_out(self, i):
         """Starts to write back the output and lse of tile i."""
-        self._each_pack(i, lambda j, pack: [copy.start() for copy in self._out(pack, j, i)])
+        self._each_row_copy(i, self._outputs, self._out, lambda copy: copy.start())
 
     def wait_out(self, i):
         """Waits until they are written; their half may then be used again."""
-        self._each_pack(i, lambda j, pack: [copy.wait() for copy in self._out(pack, j, i)])
+        self._each_row_copy(i, self._outputs, self._out, lambda copy: copy.wait())
 
     def _out(self, pack, j, i):
         half = lax.rem(i, 2)
-        yield pltpu.make_async_copy(self.buf.out.at[half, :, j], self.hbm.out.at[:, pack], self.buf.sems.at[3, half])
+        if not self.config.in_place:
+            yield pltpu.make_async_copy(
+                self.buf.out.at[half, :, j], self.hbm.out.at[:, pack], self.buf.sems.at[3, half]
+            )
         yield pltpu.make_async_copy(self.buf.lse.at[half, j], self.hbm.lse.at[pack], self.buf.sems.at[4, half])
 
     def _each_pack(self, i, do):
         """do(j, pack) for the tile's live packs; without a loop where every tile has one."""
         item = self.item(i)
-        if self.buf.q.shape[2] == 1:
+        if self.buf.lse.shape[1] == 1:
             do(0, item.pack)
             return
 

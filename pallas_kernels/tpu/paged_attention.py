@@ -9,11 +9,12 @@
             for block in its key range:              whole pages, fetched one block ahead, across tiles too
               for chunk of rows, kv head:              dots -> logits -> (mask) -> online softmax -> values
             out, lse -> HBM                          written back while the next tile runs
-      unpack_rows                              work_list.py: outputs and lse back to [T, H, ...]
+      unpack                                   work_list.py: outputs and lse back to [T, H, ...]
 
 Parts of a block that every row of a chunk sees are computed without a mask, parts that none sees are skipped. Keys that
 are not the request's are kept out of every product: the tail of a page may hold NaN. A tile of one token has a body of
-few rows instead of a chunk.
+few rows instead of a chunk. Where every tile has one token, queries and outputs are copied from and to [T, H, ...] as
+they are (config.in_place).
 """
 
 import functools
@@ -32,9 +33,7 @@ from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 from pallas_kernels.tpu.copies import SEMAPHORES, Buffers, Copies, HbmRefs, ScalarRefs
 from pallas_kernels.tpu.query_tile import QueryTile
 from pallas_kernels.tpu.supports import SPILL, supports, supports_batch
-from pallas_kernels.tpu.work_list import TpuWorkList, pack_queries, unpack_rows
-
-NEG_INF = float("-inf")
+from pallas_kernels.tpu.work_list import TpuWorkList, pack_queries, unpack
 
 
 def ragged_paged_attention(
@@ -81,11 +80,7 @@ def launch(
     given = dict(ranges=work.ranges, bias=bias)
     rows = tuple(given[name] for name in config.row_arrays)
     out, lse = _launch(config, packed, pools, rows, block_table, work, scales, columns, interpret=interpret)
-    by_head = jnp.moveaxis(lse[..., : config.num_kv_heads], -1, 0)[..., None]  # [K packs 16 1]
-    return (
-        unpack_rows(out, work, config, 0.0),
-        unpack_rows(by_head, work, config, NEG_INF)[..., 0],
-    )
+    return unpack(out, lse, work, config)
 
 
 def logit_and_output_scales(c: TpuKernelConfig, q_scale, k_scale, v_scale) -> jax.Array:
@@ -136,8 +131,7 @@ def _check(q, k_pages, v_pages, block_table, work: TpuWorkList, config: TpuKerne
 
 
 def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, columns, *, interpret):
-    """(out [K packs 16 V], lse f32[packs 16 lse_lanes]) of packed q. Rows of no tile are not written."""
-    kv_heads, num_packs = q.shape[:2]
+    """(out [K packs 16 V] or in place [T H V], lse f32[packs 16 lse_lanes]). Rows of no tile are not written."""
     whole = pl.BlockSpec(memory_space=pl.ANY)
     tables = () if columns is None else (columns,)
     return pl.pallas_call(
@@ -150,8 +144,8 @@ def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, 
             scratch_shapes=list(_scratch(config).values()),
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((kv_heads, num_packs, PACK, config.v_head_dim), config.out_dtype),
-            jax.ShapeDtypeStruct((num_packs, PACK, config.lse_lanes), jnp.float32),
+            jax.ShapeDtypeStruct((*q.shape[:-1], config.v_head_dim), config.out_dtype),
+            jax.ShapeDtypeStruct((*work.token.shape, config.lse_lanes), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes() + SPILL, disable_bounds_checks=True
@@ -165,9 +159,10 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
     """The fields of Buffers that this config has."""
     packs, f32, heads, pages = c.rows // PACK, jnp.float32, c.num_kv_heads, (c.block_pages, c.num_kv_heads)
     stored = jnp.dtype(c.kv_dtype)
+    tile = (c.num_heads,) if c.in_place else (heads, packs, PACK)
     found = dict(
-        q=pltpu.VMEM((2, heads, packs, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype)),
-        out=pltpu.VMEM((2, heads, packs, PACK, c.v_head_dim), jnp.dtype(c.out_dtype)),
+        q=pltpu.VMEM((2, *tile, c.head_dim * c.beside), jnp.dtype(c.dtype)),
+        out=pltpu.VMEM((2, *tile, c.v_head_dim), jnp.dtype(c.out_dtype)),
         lse=pltpu.VMEM((2, packs, PACK, c.lse_lanes), f32),
         m=pltpu.VMEM((heads, c.rows, LANES), f32),
         l=pltpu.VMEM((heads, c.rows, LANES), f32),
@@ -180,6 +175,8 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
             found[f"{name}_fetched"] = pltpu.VMEM((2, c.block_pages, c.page_size, heads, dim), stored)
         if c.token_scales:
             found[f"{name}_token"] = pltpu.VMEM((2, *pages, c.page_size), f32)
+    if c.in_place and c.few_rows < PACK:
+        found["q_windows"] = pltpu.VMEM((heads, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype))
     if c.staged_keys:
         step = (2, c.chunk_rows, c.staged_keys)
         found |= dict(s=pltpu.VMEM(step, f32), p=pltpu.VMEM(step, jnp.dtype(c.compute_dtype)))

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.algebra import mask, softmax
 from pallas_kernels.algebra.logits import shape_logits
 from pallas_kernels.algebra.paging import cdiv
-from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
+from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig, largest_divisor
 from pallas_kernels.tpu.copies import Buffers, TileItem
 
 LOG2E = math.log2(math.e)
@@ -51,6 +51,8 @@ class QueryTile:
 
         def fresh(heads, first, rows):
             for head in heads:
+                if self.buf.q_windows is not None:  # once a tile: half a pack is not read again in each block
+                    self.buf.q_windows[head, :rows] = self.buf.q[self.half, self._rows_of(self._window(head))]
                 at = (head, pl.ds(first, rows))
                 m, l, self.buf.acc[at] = softmax.start((rows,), self.c.acc_dim)
                 self.buf.m[at], self.buf.l[at] = _lanes(m, LANES), _lanes(l, LANES)
@@ -165,16 +167,15 @@ class QueryTile:
 
     def finish(self):
         """Writes the output and the lse of the state; lane k of the lse is kv head k."""
+        if self.c.in_place:
+            return _heads(self.c, self.c.short_heads, self._finish_windows)
 
         def end(heads, first, rows):
             lane = lax.broadcasted_iota(jnp.int32, (rows, self.c.lse_lanes), 1)
             lses = jnp.zeros((rows, self.c.lse_lanes), jnp.float32)
             for head in heads:
-                at = (head, pl.ds(first, rows))
-                sink = self._column("sink", head, first, rows)
-                m, l = self.buf.m[at][:, :1] * (1 / LOG2E), jnp.sum(self.buf.l[at], -1, keepdims=True)
-                out, lse = softmax.finish(m, l, self._whole_sum(self.buf.acc[at]), sink)
-                out = (out * self.scales[self.c.num_kv_heads + head]).astype(self.buf.out.dtype)
+                out, lse = self._finished(head, first, rows)
+                out = out.astype(self.buf.out.dtype)
                 lses = jnp.where(lane == head, lse[:, None], lses)
                 if rows < PACK:
                     self.buf.out[self.half, head, 0, :rows] = out
@@ -184,6 +185,41 @@ class QueryTile:
             self._keep_lse(lane, heads, lses, first, rows)
 
         self._each(end)
+
+    def _finish_windows(self, heads):
+        """The same where several heads share a window of rows; lane k of the lse is window k."""
+        c = self.c
+        rows, windows = c.few_rows, []
+        shape, row = (rows, c.lse_lanes), lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        lane, lses = lax.broadcasted_iota(jnp.int32, shape, 1), jnp.zeros(shape, jnp.float32)
+        for i in range(0, len(heads), c.shared):
+            window, total = self._window(heads[i]), None
+            windows.append(window)
+            for j, head in enumerate(heads[i : i + c.shared]):
+                out, lse = self._finished(head, 0, rows)
+                mine = (row >= j * c.group) & (row < (j + 1) * c.group)
+                total = out if total is None else jnp.where(mine, out, total)
+                lses = jnp.where((lane == window) & mine, lse[:, None], lses)
+            assert total is not None
+            self.buf.out[self.half, self._rows_of(window)] = total.astype(self.buf.out.dtype)
+        self._keep_lse(lane, windows, lses, 0, rows)
+
+    def _finished(self, head, first, rows: int):
+        """(out f32[rows V], lse f32[rows]) of a head's state."""
+        at = (head, pl.ds(first, rows))
+        m, l = self.buf.m[at][:, :1] * (1 / LOG2E), jnp.sum(self.buf.l[at], -1, keepdims=True)
+        sink = self._column("sink", head, first, rows)
+        out, lse = softmax.finish(m, l, self._whole_sum(self.buf.acc[at]), sink)
+        return out * self.scales[self.c.num_kv_heads + head], lse
+
+    def _window(self, head):
+        """The window of a kv head's query heads, in place."""
+        return head // self.c.shared if isinstance(head, int) else lax.div(head, jnp.int32(self.c.shared))
+
+    def _rows_of(self, window):
+        """The rows of a window in [H D]."""
+        rows = self.c.few_rows
+        return pl.ds(window * rows if isinstance(window, int) else pl.multiple_of(window * rows, rows), rows)
 
     def _whole_sum(self, acc):
         """f32[rows V]: the sum over groups of lanes."""
@@ -348,6 +384,8 @@ class QueryTile:
 
     def _given(self, buffer, first, rows: int):
         """[rows lanes] of what was fetched for each row."""
+        if self.c.in_place:  # of one token, whose first rows alone were given
+            return jnp.broadcast_to(buffer[self.half, 0, :1], (rows, buffer.shape[-1]))
         if rows < PACK:
             return buffer[self.half, 0, :rows]
         return buffer[self.half, _packs(first, rows)].reshape(rows, buffer.shape[-1])
@@ -381,7 +419,7 @@ class QueryTile:
             return None, None, None
         row = first + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
         kv_pos = self._positions(keys.first + self._keys_of_columns(shape[1]))
-        q_pos = self.item.q_first + _token_of(c, row)
+        q_pos = self.item.q_first + (jnp.zeros_like(row) if c.in_place else _token_of(c, row))
         if not c.has_functions:
             return None, q_pos, kv_pos
         return tuple(jnp.broadcast_to(x, shape) for x in (head * c.group + _member_of(c, row), q_pos, kv_pos))
@@ -436,6 +474,10 @@ class QueryTile:
 
     def _queries(self, head, first, rows: int):
         """[rows D] of a head."""
+        if self.buf.q_windows is not None:
+            return self.buf.q_windows[head, :rows]
+        if self.c.in_place:
+            return self.buf.q[self.half, self._rows_of(self._window(head))]
         if rows < PACK:
             return self.buf.q[self.half, head, 0, :rows]
         packs = _packs(first, rows)
@@ -451,7 +493,7 @@ class QueryTile:
 
 def _heads(c: TpuKernelConfig, at_once: int, do):
     """do(heads) for all kv heads, unrolled over at most `at_once` of them, a divisor of their number."""
-    size = next(n for n in range(min(at_once, c.num_kv_heads), 0, -1) if c.num_kv_heads % n == 0)
+    size = largest_divisor(c.num_kv_heads, at_once)
     if size == c.num_kv_heads:
         return do(list(range(size)))
 

@@ -154,8 +154,13 @@ def _rows(items, packs, ends, num_tokens: int, config: TpuKernelConfig):
 
 
 def pack_queries(q: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> jax.Array:
-    """[T H D] -> [K packs 16 D]; rows of no token are 0. Where keys lie side by side, so do copies of a query."""
+    """[T H D] -> [K packs 16 D]; rows of no token are 0. Where keys lie side by side, so do copies of a query.
+
+    Where they are taken in place: only these copies.
+    """
     q = jnp.tile(q, (1, 1, config.beside))
+    if config.in_place:
+        return q
     num_tokens, heads, dim = q.shape
     by_group = q.reshape(num_tokens, config.num_kv_heads, config.group, dim)
     taken = by_group.at[work.token, :, work.member].get(mode="fill", fill_value=0)  # [packs 16 K D]
@@ -168,3 +173,16 @@ def unpack_rows(packed: jax.Array, work: TpuWorkList, config: TpuKernelConfig, f
     rows = work.row[:, None] + jnp.arange(config.group, dtype=jnp.int32)[None]  # [T G]
     taken = packed.reshape(kv_heads, -1, dim).at[:, rows].get(mode="fill", fill_value=fill)  # [K T G V]
     return jnp.moveaxis(taken, 0, 1).reshape(rows.shape[0], -1, dim)
+
+
+def unpack(out: jax.Array, lse: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> tuple[jax.Array, jax.Array]:
+    """What the kernel wrote -> (out [T H V], lse f32[T H]); tokens of no tile get 0 and -inf."""
+    c = config
+    if not c.in_place:
+        by_head = jnp.moveaxis(lse[..., : c.num_kv_heads], -1, 0)[..., None]  # [K packs 16 1]
+        return unpack_rows(out, work, c, 0.0), unpack_rows(by_head, work, c, float("-inf"))[..., 0]
+    tokens = out.shape[0]
+    live = (jnp.arange(tokens, dtype=jnp.int32) < work.count)[:, None]
+    rows = lse[: tokens * c.packs_of_token].reshape(tokens, c.packs_of_token * PACK, -1)
+    by_head = jnp.swapaxes(rows[:, : c.few_rows, : c.num_heads // c.few_rows], 1, 2).reshape(tokens, -1)
+    return jnp.where(live[..., None], out, jnp.zeros_like(out)), jnp.where(live, by_head, float("-inf"))

@@ -55,7 +55,7 @@ def check_keys_on_two_ranks(
     given |= dict(slopes=SLOPES) if spec.has_alibi else {}
     given |= dict(window=(options["sliding_window"] - 1, -1)) if "sliding_window" in options else {}
     given |= dict(soft_cap=spec.logits_soft_cap) if spec.logits_soft_cap else {}
-    want, want_lse = ragged(q[:count].astype(float), *keys, QUERIES, scale=64**-0.5, **given)
+    want, want_lse = ragged(q[:count].astype(float), keys[0], keys[1], QUERIES, scale=64**-0.5, **given)
     assert state.out.dtype == jnp.bfloat16
     np.testing.assert_allclose(out[:count], want, atol=2e-2)
     np.testing.assert_allclose(lse[:count], want_lse, atol=1e-4)

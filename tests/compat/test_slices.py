@@ -49,6 +49,15 @@ def test_a_slice_of_requests_and_tokens_by_hand():
     assert part.query_start_loc.tolist() == [0, 1, 6] and part.seq_lens.tolist() == [40, 48]
 
 
+def test_tokens_of_other_requests_are_padding_after_a_slice_and_refused_before_it():
+    meta = plain([2, 3, 1], [5, 11, 10])
+    part = slice_requests(meta, 0, 1, 0, 6)
+    assert part.slot_mapping.tolist() == [*meta.slot_mapping[:2].tolist(), -1, -1, -1, -1]
+    assert part.num_actual_tokens == 2 and part.query_start_loc.tolist() == [0, 2]
+    with pytest.raises(ValueError, match="token_start=0 is before the first token of request 1, 2"):
+        slice_requests(meta, 1, 3, 0, 6)
+
+
 @given(lengths())
 def test_decodes_and_prefills_attend_as_the_whole_batch(batch):
     meta, (q, k, v) = padded(batch), pool()

@@ -35,13 +35,12 @@ WINDOWS = models.config_of(
 EXPERTS = models.config_of(
     COMMON | dict(model_type="mixtral", num_key_value_heads=4, num_local_experts=8, num_experts_per_tok=2)
 )
-LATENT = models.config_of(
-    COMMON | dict(
-        model_type="deepseek_v3", head_dim=4, kv_lora_rank=24, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4,
-        v_head_dim=8, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
-        n_group=2, topk_group=1,
-    )
+LATENT_SIZES = COMMON | dict(
+    model_type="deepseek_v3", head_dim=4, kv_lora_rank=24, q_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4,
+    v_head_dim=8, first_k_dense_replace=1, n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=16,
+    n_group=2, topk_group=1,
 )  # fmt: skip
+LATENT = models.config_of(LATENT_SIZES)
 # Too few blocks for all sequences, so some are preempted.
 OPTIONS = dict(block_size=4, num_blocks=22, max_num_seqs=3, max_num_batched_tokens=16, max_model_len=56, max_burst=4)
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -107,6 +106,15 @@ def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, ranks, 
         tokens = tokens_of_a_trace(served)
     assert seen.names == []
     assert tokens == of_one_device(config, is_deterministic)
+
+
+def test_a_latent_layer_whose_queries_are_one_projection():
+    """As DeepSeek V2 Lite. Its "q" is no part of a projection of q, k and v."""
+    config = models.config_of(LATENT_SIZES | dict(q_lora_rank=None))
+    wanted, found = (
+        engine(config, mesh=on, deterministic=True).generate([PROMPT], GREEDY)[0].token_ids for on in (None, mesh(2))
+    )
+    assert found == wanted
 
 
 # ------------------------------------------------------------------ options; a deterministic engine has one program

@@ -158,6 +158,16 @@ def test_activations_are_near_those_of_the_compiled_dispatch(case, ranks):
     assert 0.6 < compiled.memory_analysis().temp_size_in_bytes / estimate < 1.6
 
 
+def test_ranks_copy_no_more_weights_than_one_device():
+    """They read quantised weights as they are."""
+    config, tokens = config_of("llama", intermediate_size=4096), 64
+    alone, two = (
+        Footprint(config, "float32", "int4", on).activation_bytes(8, tokens, "cpu")
+        for on in (None, ModelMesh.without_devices(config, dict(tensor=2)))
+    )
+    assert two <= alone
+
+
 @pytest.mark.parametrize("axes", [dict(context=3, tensor=1), dict(data=2, tensor=3), dict(tensor=16)])
 def test_layouts_are_refused_with_the_engines_words(axes):
     config = config_of("llama")

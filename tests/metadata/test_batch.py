@@ -1,6 +1,7 @@
 """CommonAttentionMetadata: int32 arrays from lengths, and no effect of padding."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -44,6 +45,22 @@ def test_unpadding_undoes_padding(batch, more_tokens, more_reqs):
     wide = meta.padded(meta.num_tokens + more_tokens, meta.max_num_reqs + more_reqs)
     assert wide.num_tokens == TOKENS + more_tokens and wide.max_num_reqs == REQS + more_reqs
     assert_same(wide.unpadded(TOKENS, REQS), meta)
+
+
+def test_what_is_cut_off_is_neither_written_nor_counted():
+    """Requests of 2, 3 and 1 new tokens: the first alone, and as many tokens as end within the second."""
+    meta = CommonAttentionMetadata.from_lengths([2, 3, 1], [5, 11, 10], [[9, 8, 7], [1, 2, 3], [1, 2, 4]], 4)
+    for batch in (meta, jax.tree.map(jnp.asarray, meta)):
+        one, part = batch.unpadded(6, 1), batch.unpadded(4, 2)
+        assert one.slot_mapping.tolist() == [39, 32, -1, -1, -1, -1] and one.num_actual_tokens == 2
+        wanted = CommonAttentionMetadata.from_lengths([2, 2], [5, 10], [[9, 8, 7], [1, 2, 3]], 4)
+        bounds = dict(max_query_len=part.max_query_len, max_seq_len=part.max_seq_len)
+        assert part.max_query_len >= 2 and part.max_seq_len >= 10
+        assert_same(part, wanted.replace(**bounds))
+        none = batch.unpadded(1, 3)
+        assert none.query_start_loc.tolist() == [0, 1, 1, 1] and none.seq_lens.tolist() == [4, 8, 9]
+        with pytest.raises(ValueError, match="cuts a request whose metadata depends on all"):
+            batch.replace(causal=False).unpadded(4, 2)
 
 
 @given(lengths(), st.integers(0, 5))

@@ -109,6 +109,20 @@ def test_more_end_tokens_come_from_the_generation_config(tmp_path):
     assert models.load_config(tmp_path).eos_token_ids == (2, 7)
 
 
+def test_an_end_token_of_minus_1_is_none_beside_a_generation_config_too(tmp_path):
+    tiny.write(tmp_path, tiny.CONFIG | dict(eos_token_id=-1))
+    (tmp_path / "generation_config.json").write_text(json.dumps(dict(eos_token_id=[7, -1])))
+    assert models.load_config(tmp_path).eos_token_ids == (7,)
+
+
+@pytest.mark.parametrize("made_of", [jattn.Engine, jattn.Embedder])
+def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(made_of, tmp_path, monkeypatch):
+    tiny.write(tmp_path)
+    monkeypatch.setattr(models, "load", lambda *args, **options: pytest.fail("its weights were read"))
+    with pytest.raises(FileNotFoundError, match="has no tokenizer.json"):
+        made_of.from_pretrained(tmp_path, **({} if made_of is jattn.Engine else dict(pooling="mean")))
+
+
 def test_a_bare_decoders_names_are_taken_too(folder, tmp_path):
     made = {name.removeprefix("model."): x for name, x in tiny.tensors().items() if name != "lm_head.weight"}
     tiny.write(tmp_path, tiny.CONFIG | dict(tie_word_embeddings=True), made)

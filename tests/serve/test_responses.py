@@ -9,7 +9,9 @@ import pytest
 from jattn.engine import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from jattn.serve.errors import encode
 from jattn.serve.fields import ParsedBody
-from jattn.serve.responses import ResponseBuilder
+from jattn.serve.responses import ResponseBuilder, TextOffsets
+from jattn.text.tokenizer import Detokenizer
+from tests.engine.test_stream_text import KINDS
 from tests.serve.running import serving, wait_until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -83,6 +85,22 @@ def test_text_offset_is_where_a_tokens_text_begins_and_a_stream_tells_the_same(c
     assert "".join(choice["text"] for choice in choices) == text
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert [x for choice in choices for x in choice["logprobs"][name]] == whole["logprobs"][name], name
+
+
+@pytest.mark.parametrize("kind", ["byte fallback", "metaspace, a space before the first", "WordPiece", "byte level"])
+def test_text_offsets_count_in_the_text_that_follows_the_prompts(kind):
+    """Decoded alone, the first word of some tokenizers has no space before it; after a prompt it has."""
+    code, prompt, output = KINDS[kind](), (3, 4), [4, 3, 4, 3]
+    detokenizer, offsets, ends = Detokenizer(code, prompt), TextOffsets(code, prompt), [0]
+    for token in output:
+        ends.append(ends[-1] + len(detokenizer.add([token])))
+        offsets.add([token])
+    assert offsets.bounds == ends and ends[-1] > 0
+    told = tuple(TokenLogprob(token, -0.5, {}) for token in output)
+    done = Completion(0, detokenizer.text, tuple(output), told, FinishReason.LENGTH)
+    built = ResponseBuilder(asked(), "id", "m", code).whole([RequestOutput("id", prompt, (done,))])["choices"][0]
+    assert built["logprobs"]["text_offset"] == ends[:-1]
+    assert "".join(built["logprobs"]["tokens"]) == built["text"]
 
 
 def test_a_token_is_told_with_its_text_not_before():

@@ -13,6 +13,7 @@ from jattn.errors.arguments import check_kind, integer, integers, kind, optional
 from jattn.metadata.batch import BATCH, PER_REQUEST, CommonAttentionMetadata
 from jattn.metadata.buckets import query_len_bound
 from jattn.metadata.host import array_module, is_traced, on_host
+from jattn.types import PAD_SLOT_ID
 from pallas_kernels.algebra.paging import cdiv
 
 Split = tuple[int, int, int, int]
@@ -56,7 +57,11 @@ def slice_requests(
         raise ValueError(f"{token_start=}, {token_stop=} must be within the {meta.num_tokens} packed tokens, in order")
     xp = array_module(meta.query_start_loc, meta.seq_lens, meta.slot_mapping)
     bounds = meta.query_start_loc[start : stop + 1]
+    if not is_traced(bounds) and token_start < bounds[0] and start < stop:
+        raise ValueError(f"{token_start=} is before the first token of request {start}, {int(bounds[0])}")
     inside = xp.clip(bounds, token_start, token_stop)
+    slots = meta.slot_mapping[token_start:token_stop]  # tokens of later requests are padding
+    slots = xp.where(xp.arange(token_start, token_stop) < inside[-1], slots, np.int32(PAD_SLOT_ID))
     lost = xp.where(bounds[:-1] < token_stop, bounds[1:] - inside[1:], 0)
     rows = slice(start, stop)
     part = {name: None if (x := getattr(meta, name)) is None else x[rows] for name in PER_REQUEST}
@@ -65,9 +70,9 @@ def slice_requests(
         _check_cut(meta, rows, np.asarray(lost) > 0, np.asarray(part["seq_lens"]), token_stop)
     return meta.replace(
         query_start_loc=inside - token_start,
-        slot_mapping=meta.slot_mapping[token_start:token_stop],
+        slot_mapping=slots,
         num_reqs=_int32(xp.clip(meta.num_reqs - start, 0, stop - start), xp),
-        num_actual_tokens=_int32(xp.clip(meta.num_actual_tokens - token_start, 0, token_stop - token_start), xp),
+        num_actual_tokens=_int32(inside[-1] - token_start, xp),
         logits_indices=_rebased(meta.logits_indices, token_start, token_stop),
         cross=None if meta.cross is None else slice_requests(meta.cross, start, stop),
         max_query_len=_query_bound(meta, inside, token_stop - token_start),

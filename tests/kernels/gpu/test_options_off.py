@@ -15,7 +15,7 @@ from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.gpu import new_tokens_sm90, queries_sm90, rows_sm90, tiles_sm90, token_scales_sm90
 from pallas_kernels.gpu import work_list as wl
 
-CHIPS = {"sm_90": "mixed_bf16", "sm_80": "mixed_bf16"}
+SHAPE = "decode_bf16"
 OPTIONS = {  # name -> fields of the config, and the function of the kernels that only this option calls
     "mm_prefix": (dict(mask=MaskRule(causal=True, spans=True)), (wl, "token_range")),
     "qq_bias": (dict(qq_bias=True), (new_tokens_sm90, "bias_of")),
@@ -30,9 +30,8 @@ OPTIONS = {  # name -> fields of the config, and the function of the kernels tha
     "window": (dict(mask=MaskRule(causal=True, left=99)), None),
     "chunk": (dict(mask=MaskRule(causal=True, chunk=64)), None),
     "causal by request": (dict(per_request_causal=True), None),
-    "float32 output": (dict(out_dtype="float32"), None),
 }  # fmt: skip
-BY_LIST = {  # pairs of configs whose kernels are the same: the work list is not
+BY_LIST = {  # pairs of configs whose kernels have the same operations: the work list differs, or a constant
     "chunk lookback": tuple(dict(mask=MaskRule(causal=True, chunk=64, lookback=n)) for n in (0, 2)),
     "batch invariance": (dict(), dict(whole_units=True)),
 }  # fmt: skip
@@ -45,47 +44,56 @@ class Absent(Exception):
 @functools.cache
 def plain(chip):
     """(text, operations) of the kernel without options."""
-    config = operations.config_of(chip, CHIPS[chip])
-    return operations.text_of(config), operations.counts_of(config)
+    return seen(chip)
+
+
+def seen(chip="sm_90", **fields):
+    """The same of a kernel with these fields."""
+    module = operations.module_of(operations.config_of(chip, SHAPE, **fields))
+    return operations.text_of(module), operations.counts_of(module)
 
 
 def raises(*_, **__):
     raise Absent
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", operations.CHIPS)
 def test_a_kernel_without_options_is_that_without_their_code(chip):
     with contextlib.ExitStack() as stack:
         for _, place in OPTIONS.values():
             if place is not None:
                 stack.enter_context(mock.patch.object(*place, raises))
-        assert operations.text_of(operations.config_of(chip, CHIPS[chip])) == plain(chip)[0]
+        is_same = seen(chip)[0] == plain(chip)[0]
+    assert is_same  # of texts of a megabyte, pytest would show a difference for minutes
 
 
 @pytest.mark.parametrize("name", [name for name, (_, place) in OPTIONS.items() if place])
 def test_each_option_calls_the_code_that_is_left_out(name):
     fields, place = OPTIONS[name]
     with mock.patch.object(*place, raises), pytest.raises(Absent):
-        operations.text_of(operations.config_of("sm_90", CHIPS["sm_90"], **fields))
+        seen(**fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, (_, place) in OPTIONS.items() if not place])
 def test_each_other_option_adds_operations(name):
     """Those whose code is among the kernel's. Some take a kind away: soft-capped logits need no maximum."""
-    config = operations.config_of("sm_90", "mixed_bf16", **OPTIONS[name][0])
-    before, after = plain("sm_90")[1], operations.counts_of(config)
+    before, after = plain("sm_90")[1], seen(**OPTIONS[name][0])[1]
     added = {kind: count - before.get(kind, 0) for kind, count in after.items() if count > before.get(kind, 0)}
     assert added and sum(after.values()) > sum(before.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BY_LIST)
 def test_options_of_the_work_list_leave_the_kernel_as_it_is(name):
-    without, with_it = (operations.text_of(operations.config_of("sm_90", "mixed_bf16", **f)) for f in BY_LIST[name])
+    without, with_it = (seen(**fields)[1] if fields else plain("sm_90")[1] for fields in BY_LIST[name])
     assert with_it == without
 
 
 RECORDED = {
-    (chip, row["case"]): row for chip in CHIPS for row in records.read(records.RESULTS / chip / "operations.jsonl")
+    (chip, row["case"]): row
+    for chip in operations.CHIPS
+    for row in records.read(records.RESULTS / chip / "operations.jsonl")
 }
 
 
@@ -93,11 +101,14 @@ def test_every_kernel_without_options_is_recorded():
     assert RECORDED.keys() == {(chip, shape) for chip in operations.CHIPS for shape in operations.SHAPES}
 
 
-@pytest.mark.parametrize(("chip", "shape"), RECORDED)
+@pytest.mark.parametrize(
+    ("chip", "shape"),
+    [key if key[1] == SHAPE else pytest.param(*key, marks=pytest.mark.slow) for key in RECORDED],
+)
 def test_a_kernel_without_options_has_the_operations_recorded(chip, shape):
     """A new option adds none. Where a kernel was changed on purpose: python -m benchmarks.gpu.operations --write"""
     row = RECORDED[chip, shape]
     if row["jax"] != jax.__version__:
         pytest.skip(f"recorded with JAX {row['jax']}")
-    is_plain = shape == CHIPS[chip]
-    assert (plain(chip)[1] if is_plain else operations.counts_of(operations.config_of(chip, shape))) == row["counts"]
+    counts = plain(chip)[1] if shape == SHAPE else operations.measure(chip, shape)["counts"]
+    assert counts == row["counts"]

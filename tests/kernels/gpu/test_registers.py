@@ -23,9 +23,20 @@ COMPILED = (
 )  # fmt: skip
 COMPILERS = ("ptxas", "nvjitlink")
 MORE_REGISTERS = 8  # than recorded: another version of a compiler may need some
-MOST_SPILLED = {chip: 64 for chip in CHIPS} | dict(sm_80=512, sm_90=512, sm_100=1280)
-"""Bytes of a thread in a mixed batch. 64 is the target; tiles of two halves miss it (tile_policy_sm80.py)."""
+MOST_SPILLED = 64  # bytes of a thread in a mixed batch
+ABOVE = {
+    ("sm_90", "mixed_d128_bf16_every_option"): 112,
+    ("sm_90", "mixed_d128_int8_tokens_f16"): 184,
+    ("sm_100", "mixed_d128_int8_tokens_f16"): 184,
+    ("sm_100", "mixed_d128_int8_tokens_every_option"): 200,
+}
+"""Those that miss it: tiles of two halves, which were faster although they spilled (tile_policy_sm80.py)."""
 MISSING = registers.missing()
+
+
+def most_spilled(chip, case):
+    """Bytes; nothing in decode."""
+    return ABOVE.get((chip, case), MOST_SPILLED) if case.startswith("mixed") else 0
 
 
 def recorded(chip, compiler):
@@ -37,13 +48,11 @@ def recorded(chip, compiler):
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_case_is_recorded_and_spills_little(chip, compiler):
-    """Nothing in decode."""
     rows = recorded(chip, compiler)
     assert rows.keys() == set(registers.CASES)
     for case, row in rows.items():
         assert row["registers"] <= 255 and row.get("smem", 0) <= CHIPS[chip].smem_cta, row
-        most = MOST_SPILLED[chip] if case.startswith("mixed") else 0
-        assert max(row["spill_stores"], row["spill_loads"]) <= most, row
+        assert max(row["spill_stores"], row["spill_loads"]) <= most_spilled(chip, case), row
 
 
 @pytest.mark.slow
@@ -60,5 +69,4 @@ def test_no_kernel_needs_more_than_is_recorded(chip):
     for row in found:
         before = recorded(chip, row["variant"])[row["case"]]
         assert row["registers"] <= before["registers"] + MORE_REGISTERS, (row, before)
-        most = MOST_SPILLED[chip] if row["case"].startswith("mixed") else 0
-        assert row["spill_stores"] <= max(before["spill_stores"], most), row
+        assert row["spill_stores"] <= max(before["spill_stores"], most_spilled(chip, row["case"])), row

@@ -28,6 +28,13 @@ QUANTISED = Feature(
 ROWS = {
     "decode": ("on_wait", dict(case=CASES["decode"], head_dim=128)),
     "decode, eager": ("eager", dict(case=CASES["page_edges"], heads=8, kv_heads=1)),
+    "queries in place, four heads to a window": (
+        "on_wait",
+        dict(case=CASES["decode"], heads=16, kv_heads=8, feature=FEATURES["everything_two_ways"], dtype="float32"),
+    ),
+    "queries in place, spans, a head to a window": (
+        "eager", dict(case=CASES["single_token"], heads=32, kv_heads=2, feature=FEATURES["mm_prefix_chunk_mask_fn"]),
+    ),
     "mixed": ("on_wait", dict(case=LONG)),
     "mixed, eager, int8": ("eager", dict(case=LONG, cache_dtype="int8", quant="per_head")),
     "everything, per request": ("on_wait", dict(case=CASES["mixed_unsorted"], feature=ALL)),

@@ -1,0 +1,116 @@
+"""What XLA does around the TPU kernel: queries, outputs, the write of keys and values, and the rows of top-k lists.
+
+    python -m benchmarks.tpu.around [--write | --out DIR] [--chips v5e,v6e]
+
+queries_gathered    queries put into the order of the tiles, outputs and lse put back: 256 decodes as in a mixed batch
+queries_in_place    the same for a batch of decodes, whose queries the kernel takes as they are
+kv_write            keys and values of 256 new tokens put into the pools
+listed_rows         256 x 2048 rows of 512 + 64 of a latent cache, as `topk_indices` names them
+
+32 query and 8 kv heads of 128, bf16, pages of 128. `cycles` is XLA's own estimate of all operations, without those of
+a loop's further trips; `us` is by the clock of benchmarks.tpu.limits, and `memory_us` what the bytes take that must be
+moved. sparse_core: operations that XLA gives to a SparseCore; there is no estimate of these. Nothing was timed.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import sys
+import tempfile
+
+from benchmarks import records
+from benchmarks.tpu import aot, hlo
+from benchmarks.tpu.limits import CHIPS
+
+TOKENS, LISTED = 256, 2048
+ESTIMATE = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+def programs(chip: str) -> dict[str, tuple]:
+    """(bytes that must be moved, function, donated arguments, arguments as shapes) of each case."""
+    import jax
+    import jax.numpy as jnp
+
+    import jattn
+    from jattn.backends import pallas_tpu
+    from jattn.cache.write import write_by_head
+    from pallas_kernels.tpu import work_list
+
+    _, (q, cache, meta, _) = aot.call(aot.DECODE, chip)
+    spec = aot.layer_of(aot.DECODE)
+    config = pallas_tpu.kernel_config(spec, cache.spec, common=meta, chip=chip)
+    gathered = dataclasses.replace(config, tile_rows=2 * config.group)  # the tiles of a batch that is no decode
+    shape = lambda *dims, dtype="bfloat16": jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+    def queries(config):
+        attn = jattn.PagedAttention(spec, cache.spec, "pallas_tpu", jattn.device.Chip("tpu", chip))
+        work = jax.eval_shape(attn.build, meta).work
+        packed = jax.eval_shape(lambda q, work: work_list.pack_queries(q, work, config), q, work)
+        lse = shape(*work.token.shape, config.lse_lanes, dtype="float32")
+
+        def around(q, out, lse, work):
+            return work_list.pack_queries(q, work, config), work_list.unpack(out, lse, work, config)
+
+        return around, (), (q, packed, lse, work)
+
+    def write(cache, k, v, slots):
+        return write_by_head(cache, k, v, slots)
+
+    new = shape(TOKENS, 8, 128)
+    pools = shape(4096 * 128, 64), shape(4096 * 128, 512)
+    listed = lambda ropes, latents, rows: (ropes[rows], latents[rows])
+    once = 2 * q.size * 2
+    return dict(
+        queries_gathered=(2 * once, *queries(gathered)),
+        queries_in_place=(0, *queries(config)),
+        kv_write=(2 * 2 * new.size * 2, write, (0,), (cache, new, new, shape(TOKENS, dtype="int32"))),
+        listed_rows=(2 * TOKENS * LISTED * 576 * 2, listed, (), (*pools, shape(TOKENS, LISTED, dtype="int32"))),
+    )  # fmt: skip
+
+
+def row_of(chip: str, case: str, moved: int, function, donated, arguments) -> dict:
+    """The row of one case."""
+    import jax
+
+    def program(*arguments):
+        return function(*arguments)
+
+    program.__name__ = case
+    with tempfile.TemporaryDirectory() as folder:
+        compiled = aot.compile_for(chip, program, *arguments, donated=donated, options=hlo.options(folder))
+        (path,) = pathlib.Path(folder).glob(f"*jit_{case}.*after_optimizations.txt")
+        listing = hlo.Listing(path.read_text())
+    limits, cycles = CHIPS[chip], None
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # where an operation of a SparseCore cannot be printed
+        cycles = sum(int(number) for number in ESTIMATE.findall(compiled.as_text()))
+    return dict(
+        chip=chip, case=case, cycles=cycles, us=None if cycles is None else round(cycles / limits.clock * 1e6, 2),
+        memory_us=round(moved / limits.hbm * 1e6, 2),
+        sparse_core=sum("offload_async_start" in op.label and "update" not in op.label for op in listing.around),
+    )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile, print and keep the rows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.around", description=__doc__.splitlines()[0])
+    records.add_options(parser)
+    parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
+    args = parser.parse_args(argv)
+    os.environ.update(aot.environment())
+    origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
+    folder = records.RESULTS / "tpu" if args.write else args.out
+    for chip in args.chips.split(","):
+        for case, program in programs(chip).items():
+            row = origin | row_of(chip, case, *program)
+            print(json.dumps(row), flush=True)
+            records.write([row], "around", folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
