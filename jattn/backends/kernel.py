@@ -14,7 +14,6 @@ from jattn.device import Chip
 from jattn.spec import AttentionSpec
 from jattn.types import AnyArray, AttentionType
 
-
 ALIGNED = (
     "ALiBi, mask_fn and score_fn not supported across encoder and decoder: the kernel aligns the last query with the "
     "last key"
