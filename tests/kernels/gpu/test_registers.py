@@ -28,7 +28,6 @@ ABOVE = {
     ("sm_90", "mixed_d128_bf16_every_option"): 112,
     ("sm_90", "mixed_d128_int8_tokens_f16"): 184,
     ("sm_100", "mixed_d128_int8_tokens_f16"): 184,
-    ("sm_100", "mixed_d128_int8_tokens_every_option"): 200,
 }
 """Those that miss it: tiles of two halves, which were faster although they spilled (tile_policy_sm80.py)."""
 MISSING = registers.missing()
