@@ -44,6 +44,8 @@ MANY = dict(
     **ALIBI, **aot.CAP, use_alibi_sqrt=True, has_sinks=True, mask_fn=aot._thirds, score_fn=aot._faded,
     use_mm_prefix=True, output_dtype="float8_e4m3fn",
 )  # fmt: skip
+DECODES = (1,) * 16
+IN_PLACE = dict(spec=dict(num_heads=32, num_kv_heads=8), query_lens=DECODES)  # see TpuKernelConfig.in_place
 OPTIONS: dict[str, dict] = {
     "none": {},
     "sliding_window": dict(spec=WINDOW),
@@ -83,7 +85,16 @@ OPTIONS: dict[str, dict] = {
     ),
     "together_ranks": dict(spec=MANY | CHUNK, cache=dict(layout="HND128", block_size=64), ranks=2, interleave=4),
 }  # fmt: skip
-"""Arguments of Shape beside head dim and dtype. together_: all that are possible at once, in four layers."""
+OPTIONS |= {
+    "decode": IN_PLACE,
+    "decode_mha": dict(spec=dict(num_heads=32, num_kv_heads=32), query_lens=DECODES),
+    "decode_mqa": dict(spec=dict(num_heads=16, num_kv_heads=1), query_lens=DECODES),
+} | {
+    f"decode_{name}": OPTIONS[name] | IN_PLACE | dict(spec=OPTIONS[name]["spec"] | IN_PLACE["spec"])
+    for name in ("together_window", "together_tree", "together_ranks")
+}  # fmt: skip
+"""Arguments of Shape beside head dim and dtype. together_: all that are possible at once, in four layers. decode_: batches of
+decodes, whose queries the kernel takes as they are."""
 
 NEEDS_8_BITS = ("per_head", "per_token_head")
 
@@ -93,7 +104,7 @@ def shape_of(option: str, dim: int, dtype: str) -> Shape | None:
     given, stored = OPTIONS[option], DTYPES[dtype].get("cache", {})
     spec, cache = HEADS | dict(head_dim=dim) | given.get("spec", {}), stored | given.get("cache", {})
     if cache.get("quant") in NEEDS_8_BITS and "quant" not in stored:
-        if not option.startswith("together"):
+        if "together" not in option:
             return None
         del cache["quant"]
     if option == "v_head_dim":
@@ -127,7 +138,8 @@ def launches(option: str, dim: int, dtype: str, chip: str = "v6e") -> list[tuple
     from jattn.backends import pallas_tpu
     from pallas_kernels.tpu import paged_attention
 
-    found, default = [], pallas_tpu.default_config
+    found, default, shape = [], pallas_tpu.default_config, shape_of(option, dim, dtype)
+    assert shape is not None
 
     def seen(config, *arguments, interpret):
         given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
@@ -137,10 +149,13 @@ def launches(option: str, dim: int, dtype: str, chip: str = "v6e") -> list[tuple
         return out, jnp.zeros((*work.token.shape, config.lse_lanes), jnp.float32)
 
     def small(**fields):
-        return default(**fields | SIZES | (BESIDE if fields["layout"] == "HND128" else {}))
+        sizes = SIZES | (BESIDE if fields["layout"] == "HND128" else {})
+        if max(shape.query_lens) == 1:
+            sizes = {name: size for name, size in sizes.items() if name in ("block_kv", "part_kv")}
+        return default(**fields | sizes)
 
     with mock.patch.multiple(paged_attention, _launch=seen), mock.patch.multiple(pallas_tpu, default_config=small):
-        function, arguments = aot.call(shape_of(option, dim, dtype), chip)
+        function, arguments = aot.call(shape, chip)
         with jax.set_mesh(aot.mesh_of(chip)):
             jax.eval_shape(function, *arguments)
     if not found:

@@ -30,6 +30,13 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(mode):
         assert bits(problem, "pallas_tpu", 0) == bits(problem.alone(0), "pallas_tpu", 0), "one new token"
 
 
+def test_a_decode_whose_queries_are_taken_in_place_has_the_bits_of_a_mixed_batch():
+    """8 kv heads, four to a window of rows: their rows are others than in the packs of a mixed batch."""
+    problem = SMALL.replace(case=Case("a decode and a few tokens", (1, 3), (90, 30)), heads=16, kv_heads=8)
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(dma_execution_mode="eager")):
+        assert bits(problem, "pallas_tpu", 0) == bits(problem.alone(0), "pallas_tpu", 0)
+
+
 def test_the_sizes_of_tiles_follow_the_batch_in_one_of_them_only():
     """A few tokens have small chunks in a batch of their own, and other keys are then seen by all rows of a chunk."""
     from jattn.backends.pallas_tpu import kernel_config

@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jattn
 from pallas_kernels.tpu.copies import Copies
+from pallas_kernels.tpu.query_tile import QueryTile
 from tests.cases import CASES
 from tests.kernels.tpu.interpreted import SMALL, V6E, judge, only_run
 
@@ -43,6 +44,18 @@ def healthy(mode: str) -> bool:
     return True
 
 
+def waits_too_late(monkeypatch):
+    """The count of every semaphore is right, but a block is waited for after its products."""
+    wait, add, late = Copies.wait_keys, QueryTile.add_block, []
+    monkeypatch.setattr(Copies, "wait_keys", lambda *arguments: late.append(arguments))
+
+    def products_first(self, side, first_key):
+        add(self, side, first_key)
+        wait(*late.pop())
+
+    monkeypatch.setattr(QueryTile, "add_block", products_first)
+
+
 FAULTS = {
     "wrong semaphore count": ("start_keys", starts_twice, "eager", "semaphore"),
     "missing wait": ("wait_q", never_waits, "eager", "semaphore"),
@@ -59,3 +72,10 @@ def test_a_fault_of_the_copies_is_reported(name, monkeypatch):
     monkeypatch.setattr(Copies, method, mutant)
     with pytest.raises((AssertionError, IndexError, ValueError, jax.errors.JaxRuntimeError), match=report):
         judge(PROBLEM.replace(spare_blocks=20 + list(FAULTS).index(name)), mode, only_run)
+
+
+def test_a_late_wait_is_a_race(monkeypatch):
+    monkeypatch.setattr(jattn.device, "detect", lambda: V6E)
+    waits_too_late(monkeypatch)
+    with pytest.raises(AssertionError, match="race"):
+        judge(PROBLEM.replace(spare_blocks=19), "eager", only_run)
