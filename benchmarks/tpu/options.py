@@ -93,8 +93,8 @@ OPTIONS |= {
     f"decode_{name}": OPTIONS[name] | IN_PLACE | dict(spec=OPTIONS[name]["spec"] | IN_PLACE["spec"])
     for name in ("together_window", "together_tree", "together_ranks")
 }  # fmt: skip
-"""Arguments of Shape beside head dim and dtype. together_: all that are possible at once, in four layers. decode_: batches of
-decodes, whose queries the kernel takes as they are."""
+"""Arguments of Shape beside head dim and dtype. together_: all that are possible at once, in four layers. decode_:
+batches of decodes, whose queries the kernel takes as they are."""
 
 NEEDS_8_BITS = ("per_head", "per_token_head")
 
