@@ -87,7 +87,7 @@ OPTIONS: dict[str, dict] = {
 }  # fmt: skip
 OPTIONS |= {
     "decode": IN_PLACE,
-    "decode_mha": dict(spec=dict(num_heads=32, num_kv_heads=32), query_lens=DECODES),
+    "decode_mha": dict(spec=dict(num_heads=32, num_kv_heads=32), cache=dict(num_blocks=256), query_lens=DECODES),
     "decode_mqa": dict(spec=dict(num_heads=16, num_kv_heads=1), query_lens=DECODES),
 } | {
     f"decode_{name}": OPTIONS[name] | IN_PLACE | dict(spec=OPTIONS[name]["spec"] | IN_PLACE["spec"])
