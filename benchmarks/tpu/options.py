@@ -87,14 +87,14 @@ OPTIONS: dict[str, dict] = {
 }  # fmt: skip
 OPTIONS |= {
     "decode": IN_PLACE,
-    "decode_mha": dict(spec=dict(num_heads=32, num_kv_heads=32), query_lens=DECODES),
+    "decode_mha": dict(spec=dict(num_heads=32, num_kv_heads=32), cache=dict(num_blocks=256), query_lens=DECODES),
     "decode_mqa": dict(spec=dict(num_heads=16, num_kv_heads=1), query_lens=DECODES),
 } | {
     f"decode_{name}": OPTIONS[name] | IN_PLACE | dict(spec=OPTIONS[name]["spec"] | IN_PLACE["spec"])
     for name in ("together_window", "together_tree", "together_ranks")
 }  # fmt: skip
-"""Arguments of Shape beside head dim and dtype. together_: all that are possible at once, in four layers. decode_: batches
-of decodes, whose queries the kernel takes as they are."""
+"""Arguments of Shape beside head dim and dtype. together_: all that are possible at once, in four layers. decode_:
+batches of decodes, whose queries the kernel takes as they are."""
 
 NEEDS_8_BITS = ("per_head", "per_token_head")
 

@@ -162,7 +162,9 @@ class TpuKernelConfig:
         part of them: the window of rows that `few_rows` and `shared` describe.
         """
         aligned = self.few_rows == max(self.group, 8) and 8 % min(self.group, 8) == 0 and self.num_heads % PACK == 0
-        return self.tile_tokens == 1 and not self.long_tiles and aligned and self.heads_at_once % self.shared == 0
+        # half a pack needs a place that is known when the kernel is compiled, so all heads are unrolled
+        known = self.few_rows >= PACK or self.heads_at_once == self.num_kv_heads
+        return self.tile_tokens == 1 and not self.long_tiles and aligned and known
 
     @property
     def shared(self) -> int:

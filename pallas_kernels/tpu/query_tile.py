@@ -214,7 +214,7 @@ class QueryTile:
 
     def _window(self, head):
         """The window of a kv head's query heads, in place."""
-        return head // self.c.shared if isinstance(head, int) else lax.div(head, jnp.int32(self.c.shared))
+        return head // self.c.shared if self.c.shared > 1 else head
 
     def _rows_of(self, window):
         """The rows of a window in [H D]."""

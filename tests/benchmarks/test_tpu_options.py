@@ -28,20 +28,20 @@ def test_a_row_keeps_each_cell_but_what_failed_is_tried_again():
 
 
 @pytest.mark.skipif(not aot.available(), reason="the libtpu wheel is not installed: pip install libtpu")
-def test_options_together_compile_and_a_fault_is_named(tmp_path):
-    """A prompt and a batch of decodes with all options that go together; a dtype that the kernel refuses."""
+def test_options_together_compile_and_a_refusal_has_its_reason(tmp_path):
+    """A prompt and a batch of decodes with all options that go together; a page that the kernel refuses."""
     program = """
 from benchmarks.tpu import options
 cells = [("together_tree", 80, "int8"), ("decode_together_tree", 80, "int8"), ("decode_mha", 80, "int8")]
 found = options.results("v6e", cells)
-options.SIZES["part_kv"] = 24
+options.OPTIONS["page_24"] = dict(cache=dict(block_size=24))
 import json
-print(json.dumps([list(found.values()), options.results("v6e", [("none", 80, "int8")])["none", 80, "int8"]]))
+print(json.dumps([list(found.values()), *options.results("v6e", [("page_24", 80, "int8")]).values()]))
 """
     environment = os.environ | aot.environment()
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=tree.ROOT, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    together, fault = json.loads(done.stdout.splitlines()[-1])
-    assert together == ["compiled"] * 3 and not fault.startswith("compiled")
+    together, refused = json.loads(done.stdout.splitlines()[-1])
+    assert together == ["compiled"] * 3 and refused.startswith("refused: ")

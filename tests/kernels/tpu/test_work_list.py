@@ -64,6 +64,17 @@ def test_sizes_follow_the_batch_and_stay_within_their_share():
     assert (wide.block_kv, wide.tile_rows) == (128, 128)
 
 
+def test_decodes_take_queries_in_place_where_their_windows_are_known_when_the_kernel_is_compiled():
+    sizes = RULES | dict(head_dim=64, v_head_dim=64, page_size=16, dtype="float32", longest=1)
+    in_place = lambda heads, kv_heads, **more: (
+        tile_policy.default_config(**sizes | more, num_heads=heads, num_kv_heads=kv_heads).in_place
+    )
+    assert in_place(32, 8) and in_place(16, 8) and in_place(32, 2) and in_place(128, 1)
+    assert not in_place(32, 32), "a loop over heads: tpu7x takes no half pack from a place that it does not know"
+    assert not in_place(12, 4) and not in_place(28, 4), "parts of packs"
+    assert not in_place(32, 8, longest=4), "tiles of several tokens"
+
+
 def test_what_does_not_fit_is_named_with_value_limit_and_chip():
     config = tile_policy.default_config(**SHAPE, **RULES)
     large = dataclasses.replace(config, num_heads=128, num_kv_heads=128, head_dim=256, v_head_dim=256)
