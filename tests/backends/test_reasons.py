@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from jattn.backends import Feature, Question, pallas_gpu, pallas_tpu
+from jattn.backends import Feature, Question, gpu_kernel, pallas_tpu
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.spec import AttentionSpec
@@ -181,7 +181,7 @@ RULES = [
 def test_a_chips_kernel_refuses_a_field_of_a_rule_that_it_does_not_list(rule, field):
     """Also if the kernel is called directly: it would leave the field out of its mask."""
     ((name, value),) = field.items()
-    for module, kernel in ((pallas_gpu, gpu_supports), (pallas_tpu, tpu_supports)):
+    for module, kernel in ((gpu_kernel, gpu_supports), (pallas_tpu, tpu_supports)):
         config = module.kernel_config(CHIP_SPEC, CHIP_CACHE, "bfloat16")
         assert not kernel.supports(config)
         which = "mask" if isinstance(rule, mask.MaskRule) else "logits"
