@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import Mesh
 
 import jattn
-from jattn.backends import ContextParallel, registry, subclass_attention_backend
+from jattn.backends import ContextParallel, gpu_kernel, pallas_tpu, registry, subclass_attention_backend
 from jattn.backends.sdpa import SdpaMetadataBuilder
 from jattn.backends.split import make_split_backend
 from jattn.device import Chip
@@ -144,7 +144,7 @@ def test_a_chip_s_kernel_is_chosen_only_for_queries_that_it_takes(platform, cach
     spec = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128)
     chip = Chip(platform, dict(gpu="sm_90", tpu="v6e")[platform])
     name = f"pallas_{platform}"
-    backend, module = registry.load(name), __import__(f"jattn.backends.{name}", fromlist=["kernel_config"])
+    backend, module = registry.load(name), dict(gpu=gpu_kernel, tpu=pallas_tpu)[platform]
     config = module.kernel_config(spec, cache_spec, dtype)
     takes = backend.supports_dtype(dtype) and not module.supports(config, chip=chip.generation)
     takes &= backend.supports_kv_cache_dtype(cache_dtype)

@@ -121,7 +121,7 @@ def test_an_index_of_another_shape_is_refused(folder, name):
         models.load(folder)
 
 
-WRONG_IDS = [True, -1, "2", 2.0, [2, None], [[2]], {"a": 1}]
+WRONG_IDS = [True, -2, "2", 2.0, [2, None], [[2]], {"a": 1}]
 
 
 @pytest.mark.parametrize("there", ["config.json", "generation_config.json"])
