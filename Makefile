@@ -52,7 +52,7 @@ test: $(READY)  ## the whole suite (30 minutes on two cores); ARGS=quick: a subs
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(if $(filter-out quick,$(ARGS)),$(ARGS),$(if $(ARGS),$(QUICK_ARGS)))
 
 # The files that need the witness; the others of tests/models are part of `make test`.
-WITH_WITNESS = $(shell grep -rlE 'importorskip\("(transformers|torch|compressed_tensors)"' --include=test_*.py tests)
+WITH_WITNESS = $(shell grep -rlE 'importorskip."(transformers|torch|compressed_tensors)"' --include=test_*.py tests)
 
 parity: $(WITNESS)  ## compare every family of models with transformers, which it installs
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist loadscope $(WITH_WITNESS) $(ARGS)
