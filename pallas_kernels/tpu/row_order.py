@@ -107,7 +107,7 @@ class RowOrder:
         """The words of rows first .. first + rows - 1; first is a multiple of 16."""
         if not self.in_pairs:
             return pl.ds(first, rows)
-        return pl.ds(first // 2 if isinstance(first, int) else pl.multiple_of(lax.div(first, 2), 8), rows // 2)
+        return pl.ds(first // 2 if isinstance(first, int) else pl.multiple_of(first >> 1, 8), rows // 2)
 
     def _as_words(self, x):
         """[rows dim] numbers -> [words dim]."""
