@@ -67,7 +67,7 @@ def build_work_list(
     schedule = make_schedule(starts, lengths, rule, sizes, num_tokens=num_tokens, max_seq_len=1, causal=flags, xp=jnp)
     items = schedule.items
     packs = cdiv(items.q_num * config.group, PACK)
-    ends = jnp.cumsum(packs, dtype=jnp.int32)
+    first_pack = jnp.cumsum(packs, dtype=jnp.int32) - packs
     query = (starts[1:] - starts[:-1])[items.req_id]
     q_first = items.seq_len - query + items.q_start - starts[items.req_id]
     if ranges is not None:  # a token that sees no key must not stretch its tile's range
@@ -81,18 +81,19 @@ def build_work_list(
         full_end = jnp.minimum(full_end, context)
     page = kv_start // config.page_size
     fields = dict(
-        req=items.req_id, token=items.q_start, tokens=items.q_num, pack=ends - packs, packs=packs, q_first=q_first,
+        req=items.req_id, token=items.q_start, tokens=items.q_num, pack=first_pack, packs=packs, q_first=q_first,
         page=page, pages=cdiv(kv_end, config.page_size) - page, kv_start=kv_start, kv_end=kv_end,
         full_start=full_start, full_end=full_end,
         causal=jnp.ones_like(packs) if flags is None else flags[items.req_id],
         context=context, rank=jnp.broadcast_to(jnp.asarray(0 if rank is None else rank, jnp.int32), packs.shape),
     )  # fmt: skip
-    token, row = _rows(items, packs, ends, num_tokens, config)
+    placed = items, first_pack, num_tokens, config
+    token = _token_of_rows(*placed) if config.row_arrays else None
     first = jnp.append(starts, 0)[jnp.searchsorted(starts[1:], token, side="right")] if config.qq_bias else None
     return TpuWorkList(
         count=schedule.num_items[None].astype(jnp.int32),
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in fields_of(config)]),
-        row=row,
+        row=_row_of_tokens(*placed),
         ranges=None if ranges is None else _in_lanes(ranges.at[token].get(mode="fill", fill_value=0)),
         new=None if first is None else token - first,
     )
@@ -134,19 +135,24 @@ def _seen_by_all(items, q_first, config: TpuKernelConfig, causal):
     return start, key_range(config.mask, q_first, q_first, end, causal)[1]
 
 
-def _rows(items, packs, ends, num_tokens: int, config: TpuKernelConfig):
-    """i32[packs 16] token of each row, T where there is none; the field row of TpuWorkList."""
-    group, tiles = config.group, packs.shape[0]
-    count = num_packs(num_tokens, tiles, config)
-    pack = jnp.arange(count, dtype=jnp.int32)
+def _row_of_tokens(items, first_pack, num_tokens: int, config: TpuKernelConfig):
+    """The field row of TpuWorkList."""
+    past = num_packs(num_tokens, first_pack.shape[0], config) * PACK
+    ends, token = jnp.cumsum(items.q_num, dtype=jnp.int32), jnp.arange(num_tokens, dtype=jnp.int32)
+    tile = jnp.minimum(jnp.searchsorted(ends, token, side="right"), first_pack.shape[0] - 1)
+    row = first_pack[tile] * PACK + (token - items.q_start[tile]) * config.group
+    return jnp.where(token < ends[-1], row, past)
+
+
+def _token_of_rows(items, first_pack, num_tokens: int, config: TpuKernelConfig):
+    """i32[packs 16] token of each row, T where there is none."""
+    tiles = first_pack.shape[0]
+    ends = first_pack + cdiv(items.q_num * config.group, PACK)
+    pack = jnp.arange(num_packs(num_tokens, tiles, config), dtype=jnp.int32)
     tile = jnp.minimum(jnp.searchsorted(ends, pack, side="right"), tiles - 1)
-    local = (pack - (ends - packs)[tile])[:, None] * PACK + jnp.arange(PACK, dtype=jnp.int32)[None]
-    live = (local < (items.q_num * group)[tile][:, None]) & (pack < ends[-1])[:, None]
-    token = jnp.where(live, items.q_start[tile][:, None] + local // group, num_tokens)
-    flat = jnp.arange(count * PACK, dtype=jnp.int32).reshape(count, PACK)
-    first = live & (local % group == 0)
-    row = jnp.full(num_tokens, count * PACK, jnp.int32)
-    return token, row.at[jnp.where(first, token, num_tokens)].set(flat, mode="drop")
+    token = ((pack - first_pack[tile])[:, None] * PACK + jnp.arange(PACK, dtype=jnp.int32)[None]) // config.group
+    live = (token < items.q_num[tile][:, None]) & (pack < ends[-1])[:, None]
+    return jnp.where(live, items.q_start[tile][:, None] + token, num_tokens)
 
 
 def lse_shape(work: TpuWorkList, config: TpuKernelConfig) -> tuple[int, int, int]:
