@@ -75,9 +75,7 @@ def ragged_paged_attention(
     return launch(config, q, pools, block_table, work, scales, columns, bias, interpret=interpret)
 
 
-def launch(
-    config: TpuKernelConfig, q, pools, block_table, work: TpuWorkList, scales, columns, bias=None, *, interpret
-):
+def launch(config: TpuKernelConfig, q, pools, block_table, work: TpuWorkList, scales, columns, bias=None, *, interpret):
     """(out [T, H, V], lse f32[T, H]) of queries [T, H, D] over the arrays of config.paged_arrays."""
     if config.in_place:  # elsewhere row_order.py puts copies of a query side by side
         q = jnp.tile(q, (1, 1, config.beside))

@@ -20,12 +20,12 @@ from pallas_kernels.algebra.schedule import SchedulePlan, make_schedule
 from pallas_kernels.algebra.token_ranges import bounds_of_tokens
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 
-FIELDS = ("req", "token", "tokens", "pack", "packs", "q_first", "page", "pages", "kv_start", "kv_end", "full_start", "full_end",
-          "causal")  # fmt: skip
-"""One i32 a tile for each: the request; first token and number of tokens; first pack and live packs; position of the first query; first column
-of the block table and number of columns; keys that some row sees and keys that every row sees (half open; positions, or
-with keys on several ranks indices among those of this rank); is it causal. fields_of may add: context, the position of
-the request's first new token; rank, this rank."""
+FIELDS = ("req", "token", "tokens", "pack", "packs", "q_first", "page", "pages", "kv_start", "kv_end", "full_start",
+          "full_end", "causal")  # fmt: skip
+"""One i32 a tile for each: the request; first token and number of tokens; first pack and live packs; position of the
+first query; first column of the block table and number of columns; keys that some row sees and keys that every row sees
+(half open; positions, or with keys on several ranks indices among those of this rank); is it causal. fields_of may add:
+context, the position of the request's first new token; rank, this rank."""
 
 
 def fields_of(config: TpuKernelConfig) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def build_work_list(
         context=context, rank=jnp.broadcast_to(jnp.asarray(0 if rank is None else rank, jnp.int32), packs.shape),
     )  # fmt: skip
     placed = items, first_pack, num_tokens, config
-    token = _token_of_rows(*placed) if config.row_arrays else None
+    token = _token_of_rows(*placed)  # of ranges and biases only
     first = jnp.append(starts, 0)[jnp.searchsorted(starts[1:], token, side="right")] if config.qq_bias else None
     return TpuWorkList(
         count=schedule.num_items[None].astype(jnp.int32),
@@ -162,7 +162,10 @@ def lse_shape(work: TpuWorkList, config: TpuKernelConfig) -> tuple[int, int, int
 
 
 def lse_of_tokens(lse: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> jax.Array:
-    """f32[packs 16 lanes] as the kernel wrote it -> f32[T H]; tokens of no tile get -inf."""
+    """f32[packs 16 lanes] as the kernel wrote it -> f32[T H]; tokens of no tile get -inf.
+
+    Of long tiles a gather by XLA, which is gone where nobody takes the lse.
+    """
     c, tokens = config, work.row.shape[0]
     if c.tile_tokens == 1:  # tile i has token i: its rows are a slice
         group = c.few_rows if c.has_windows else c.group

@@ -94,12 +94,14 @@ ROWS = {
         ),
     ),
     "tiles that end anywhere, pairs of heads in three pieces of lanes": (
-        "on_wait", dict(case=ENDS, heads=8, kv_heads=2, head_dim=256, v_head_dim=80, feature=FEATURES["mm_prefix_window"]),
+        "on_wait",
+        dict(case=ENDS, heads=8, kv_heads=2, head_dim=256, v_head_dim=80, feature=FEATURES["mm_prefix_window"]),
     ),
     "the same, eager, rows in place": ("eager", dict(case=ENDS, heads=16, kv_heads=1)),
     "the same, a head of its own to a word, output in float32": (
         "eager", dict(case=ENDS, heads=5, kv_heads=5, head_dim=16, feature=QUANTISED),
     ),
+    "no new tokens": ("on_wait", dict(case=Case("no new tokens", (0, 0), (5, 9)))),
     "132 kv heads": ("on_wait", dict(case=CASES["single_token"], heads=132, kv_heads=132, head_dim=16)),
 }  # fmt: skip
 
