@@ -3,7 +3,8 @@
 It was never run on a TPU: tests interpret it on CPU and compile it ahead of time for v5e, v5p, v6e and tpu7x. A block
 of all kv heads is one contiguous copy; one in the layout NHD is put into the order HND in VMEM. Queries and outputs are
 copied as the layer has them, and put into the order of the products in VMEM. Queries in float16 are multiplied in
-float32. A float16 cache is refused: Mosaic loads no float16, and to read a pool as integers XLA copies it whole in each call.
+float32. A float16 cache is refused: Mosaic loads no float16, and to read a pool as integers XLA copies it whole in each
+call.
 The gradient is that of `sdpa`: the backward pass computes the forward pass again.
 
 A tile of queries is of one request and walks over all its keys, so the bits of a request with one new token are the

@@ -344,9 +344,11 @@ class QueryTile:
         return _dot(q[:, :latent], self._stored(self.buf.v, keys, head), 1) + _dot(q[:, latent:], k, 1)
 
     def _by_group(self, x):
-        """x [rows 128], once for each group of lanes, with 0 in the others."""
-        group = self._group_of(lax.broadcasted_iota(jnp.int32, x.shape, 1))
-        return [jnp.where(group == i, x, jnp.zeros_like(x)) for i in range(self.c.beside)]
+        """x [rows 128], once for each group of lanes, with 0 in the others. Selected as words, which are half as many."""
+        words = x if x.dtype == jnp.float32 else pltpu.bitcast(x, jnp.uint32)
+        group = self._group_of(lax.broadcasted_iota(jnp.int32, words.shape, 1))
+        chosen = [jnp.where(group == i, words, jnp.zeros_like(words)) for i in range(self.c.beside)]
+        return chosen if words is x else [pltpu.bitcast(y, x.dtype) for y in chosen]
 
     def _stored(self, buffer, keys: KeyPart, head):
         """[keys dim] of a head, in the dtype of the products."""
