@@ -344,7 +344,7 @@ class QueryTile:
         return _dot(q[:, :latent], self._stored(self.buf.v, keys, head), 1) + _dot(q[:, latent:], k, 1)
 
     def _by_group(self, x):
-        """x [rows 128], once for each group of lanes, with 0 in the others. Selected as words, which are half as many."""
+        """x [rows 128], once for each group of lanes, with 0 in the others; chosen as words, which are half as many."""
         words = x if x.dtype == jnp.float32 else pltpu.bitcast(x, jnp.uint32)
         group = self._group_of(lax.broadcasted_iota(jnp.int32, words.shape, 1))
         chosen = [jnp.where(group == i, words, jnp.zeros_like(words)) for i in range(self.c.beside)]
