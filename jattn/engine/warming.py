@@ -32,15 +32,20 @@ def compile_all(
             progress(next(done), len(args), _name(shape))
 
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
-        to_compile = []
-        for shape, is_loaded in zip(args, pool.map(programs.load, args.values()), strict=True):
-            report(shape) if is_loaded else to_compile.append(shape)
-        # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
-        with _garbage_collector_off():
-            jobs = {pool.submit(programs.compile, args[each], programs.lower(args[each])): each for each in to_compile}
-        for job in as_completed(jobs):
-            job.result()
-            report(jobs[job])
+        try:
+            to_compile = []
+            for shape, is_loaded in zip(args, pool.map(programs.load, args.values()), strict=True):
+                report(shape) if is_loaded else to_compile.append(shape)
+            # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
+            with _garbage_collector_off():
+                lowered = ((each, programs.lower(args[each])) for each in to_compile)
+                jobs = {pool.submit(programs.compile, args[each], program): each for each, program in lowered}
+            for job in as_completed(jobs):
+                job.result()
+                report(jobs[job])
+        except BaseException:  # an error or Ctrl-C: do not compile the rest first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for shape in shapes.all():
         caches, row_state = _run(programs, params, caches, row_state, shapes, shape)
     return caches, row_state, len(args)
