@@ -89,8 +89,8 @@ def _why_invalid(error: h11.RemoteProtocolError) -> str:
     """What is wrong with a request that h11 does not parse, and what to send instead."""
     if error.error_status_hint == 431:
         return (
-            f"the request line and headers, or the trailers of a body in chunks, have over {MAX_HEAD_BYTES} bytes; send "
-            "fewer or shorter ones"
+            "the request line and headers, or the trailers of a body in chunks, have over "
+            f"{MAX_HEAD_BYTES} bytes; send fewer or shorter ones"
         )
     return f"this is not a valid HTTP/1.1 request ({short(str(error))}); use http:// and an HTTP/1.1 client"
 
