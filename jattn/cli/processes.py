@@ -63,9 +63,9 @@ def run(args: argparse.Namespace, command: Command) -> int:
 def _follow(args: argparse.Namespace, processes: Processes) -> int:
     """What the other processes do. SIGTERM reaches process 0, which lets requests finish and ends all of them."""
     signal.signal(signal.SIGTERM, lambda *_: processes.ask_leader_to_stop())
-    engine = options.make_engine(args, processes=processes)
-    assert isinstance(engine, LockStepEngine)
     with signals.left_to_others():
+        engine = options.make_engine(args, processes=processes)
+        assert isinstance(engine, LockStepEngine)
         engine.follow()
     return 0
 
