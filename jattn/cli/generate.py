@@ -53,7 +53,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
         raise ValueError("give prompts as arguments or in --file, not both")
     if args.prompts:
         return args.prompts
-    if args.file is None and sys.stdin.isatty():
+    if args.file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("there is no prompt: give prompts as arguments, in --file, or on stdin")
     prompts = [line for line in _lines(args.file) if line]
     if not prompts:

@@ -2,36 +2,43 @@
 
 import argparse
 import contextlib
+import errno
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jattn
-from jattn.cli import bench, demo, doctor, explain, generate, models, plan, screen, serve
+from jattn.cli import bench, demo, doctor, explain, generate, models, plan, screen, serve, signals
 
 CLOSED_PIPE = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What writing to a full disk gives."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit code: 0 if there was no error.
+    """Run one command and return the exit code: 0 if there was no error. argv: None: of this process, which ends then.
 
     If the reader of the output closes the pipe (jattn ... | head), the command ends without a message.
     """
+    signals.forget()
     try:
-        try:
-            return _run(argv)
-        finally:  # --help raises SystemExit
-            _flush()
+        signals.open_missing()
+        with contextlib.nullcontext() if argv is not None else signals.watched():
+            try:
+                return _run(argv)
+            finally:  # --help raises SystemExit
+                _flush()
     except BrokenPipeError:
         _discard(sys.stdout)
         _discard(sys.stderr)
         return CLOSED_PIPE
     except OSError as error:  # a full disk
         _discard(sys.stdout)
-        print(f"jattn: the output cannot be written: {error.strerror}", file=sys.stderr)
-        return 2
+        return _unwritten(error)
 
 
 def _flush() -> None:
@@ -68,8 +75,19 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except screen.EXPECTED as error:
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:  # of print, mostly
+            return _unwritten(error)
         print(f"jattn: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("jattn: interrupted", file=sys.stderr)
-        return 130
+        signals.say(signal.SIGINT)
+        return signals.CODES[signal.SIGINT]
+
+
+def _unwritten(error: OSError) -> int:
+    with contextlib.suppress(OSError):  # stderr may be the same file
+        print(
+            f"jattn: the output cannot be written ({error.strerror}): free space where it goes, or send it elsewhere",
+            file=sys.stderr,
+        )
+    return 2

@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
-from jattn.cli import options, screen
+from jattn.cli import options, screen, signals
 from jattn.engine import LockStepEngine, Processes, keep_freed_memory
 from jattn.errors import EngineDeadError
 
@@ -63,9 +63,10 @@ def run(args: argparse.Namespace, command: Command) -> int:
 def _follow(args: argparse.Namespace, processes: Processes) -> int:
     """What the other processes do. SIGTERM reaches process 0, which lets requests finish and ends all of them."""
     signal.signal(signal.SIGTERM, lambda *_: processes.ask_leader_to_stop())
-    engine = options.make_engine(args, processes=processes)
-    assert isinstance(engine, LockStepEngine)
-    engine.follow()
+    with signals.left_to_others():
+        engine = options.make_engine(args, processes=processes)
+        assert isinstance(engine, LockStepEngine)
+        engine.follow()
     return 0
 
 

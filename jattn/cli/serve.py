@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from jattn.cli import options, processes
+from jattn.cli import options, processes, signals
 from jattn.cli.command import add_command
 from jattn.embedder import Embedder
 from jattn.engine import Engine, Processes
@@ -114,7 +114,8 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
         collect_rarely()
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving {name} on http://{host}:{sockets[0].getsockname()[1]}/v1", file=sys.stderr, flush=True)
-        serve(served, server, args.host, args.port, sockets)
+        with signals.left_to_others():
+            serve(served, server, args.host, args.port, sockets)
     return 0
 
 
@@ -143,5 +144,5 @@ def _exit_0_on_sigterm() -> Iterator[None]:
 
 
 def _exit_0(number: int, frame: object) -> None:
-    print("jattn: ended by SIGTERM", file=sys.stderr, flush=True)
+    signals.say(number)
     raise SystemExit(0)

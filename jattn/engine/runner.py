@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -118,20 +119,25 @@ class Runner:
         self._sender.wait()
 
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
-        """Load or compile every program; returns their number."""
+        """Load or compile every program; returns their number. After an interrupt (Ctrl-C) no other one is begun."""
+        interrupted = threading.Event()
 
         def compile_all() -> int:
             self._caches, self._row_state, count = warming.compile_all(
-                self.programs, self.params, self._caches, self._row_state, self.shapes, progress
+                self.programs, self.params, self._caches, self._row_state, self.shapes, progress, interrupted
             )
             return count
 
         try:
-            return self._sender.submit(compile_all).result()
-        except BrokenProgramError as error:
-            log.warning("%s", error)
-            self.renew_caches()
-            return self._sender.submit(compile_all).result()
+            try:
+                return self._sender.submit(compile_all).result()
+            except BrokenProgramError as error:
+                log.warning("%s", error)
+                self.renew_caches()
+                return self._sender.submit(compile_all).result()
+        except BaseException:
+            interrupted.set()
+            raise
 
     # ------------------------------------------------------------------ weights and memory
     def update(self, params: Any) -> Callable[[], None]:

@@ -4,8 +4,9 @@ import contextlib
 import gc
 import itertools
 import os
+import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 
 import jax
 
@@ -19,28 +20,44 @@ from jattn.engine.shapes import StepShape, StepShapes
 
 def compile_all(
     programs: Programs, params, caches, row_state: RowState, shapes: StepShapes,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Callable[[int, int, str], None] | None = None, interrupted: threading.Event | None = None,
 ):  # fmt: skip
     """Load or compile the programs of all buckets in parallel, then run each once: (caches, row_state, number of
-    programs)."""
+    programs). CancelledError soon after `interrupted` is set."""
     _import_backends()
     args = {shape: (params, caches, row_state, _padding(programs.model, shapes, shape)) for shape in shapes.all()}
     done = itertools.count()
+
+    def go_on() -> None:
+        if interrupted is not None and interrupted.is_set():
+            raise CancelledError
+
+    def lower(shape: StepShape) -> jax.stages.Lowered:
+        go_on()
+        return programs.lower(args[shape])
+
+    def compile(shape: StepShape, lowered: jax.stages.Lowered) -> None:
+        go_on()
+        programs.compile(args[shape], lowered)
 
     def report(shape: StepShape) -> None:
         if progress is not None:
             progress(next(done), len(args), _name(shape))
 
     with ThreadPoolExecutor(os.cpu_count(), thread_name_prefix="jattn-compile") as pool:
-        to_compile = []
-        for shape, is_loaded in zip(args, pool.map(programs.load, args.values()), strict=True):
-            report(shape) if is_loaded else to_compile.append(shape)
-        # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
-        with _garbage_collector_off():
-            jobs = {pool.submit(programs.compile, args[each], programs.lower(args[each])): each for each in to_compile}
-        for job in as_completed(jobs):
-            job.result()
-            report(jobs[job])
+        try:
+            to_compile = []
+            for shape, is_loaded in zip(args, pool.map(programs.load, args.values()), strict=True):
+                report(shape) if is_loaded else to_compile.append(shape)
+            # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
+            with _garbage_collector_off():
+                jobs = {pool.submit(compile, each, lower(each)): each for each in to_compile}
+            for job in as_completed(jobs):
+                job.result()
+                report(jobs[job])
+        except BaseException:  # an error or Ctrl-C: do not compile the rest first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for shape in shapes.all():
         caches, row_state = _run(programs, params, caches, row_state, shapes, shape)
     return caches, row_state, len(args)

@@ -261,14 +261,18 @@ def _read_params(
         # one thread: `quantised` needs memory for one weight, and read-ahead weights would wait in memory
         many = map if quantization is not None else pool.map
         weights = many(read, by_path, by_path.values())
-        for done, path in enumerate(by_path):
-            if progress is not None:
-                progress(done, len(by_path), path)
-            array = next(weights)
-            if quantization is not None:
-                array = quantised(path, array, quantization)
-                array = placed(array, place_of(path, by_path[path])) if is_quantised(array) else array
-            arrays.append(array)
+        try:
+            for done, path in enumerate(by_path):
+                if progress is not None:
+                    progress(done, len(by_path), path)
+                array = next(weights)
+                if quantization is not None:
+                    array = quantised(path, array, quantization)
+                    array = placed(array, place_of(path, by_path[path])) if is_quantised(array) else array
+                arrays.append(array)
+        except BaseException:  # an error or Ctrl-C: do not read the rest first
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     return jax.tree.unflatten(structure, arrays)
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
+from jattn.errors.arguments import short
 from jattn.serve import errors
 from jattn.serve.options import ServerOptions
 
 MAX_EVENTS = 64
 """h11 events parsed in a round, before other connections have their turn; each takes about 15 microseconds."""
+
+MAX_HEAD_BYTES = 1 << 14
+"""Bytes of a request line with its headers, and of a body's trailers. h11 may find out at the next read only."""
 
 LINGER_SECONDS = 2.0
 """Lingering close: time for a client to read an early response. The rest of its body is discarded."""
@@ -30,7 +34,7 @@ class H11Connection(h11.Connection):
     """
 
     def __init__(self, max_framing_bytes: int):
-        super().__init__(h11.SERVER)
+        super().__init__(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.refusal: tuple[int, str] | None = None
         self._max_framing_bytes, self._num_framing_bytes, self._events_left = max_framing_bytes, 0, MAX_EVENTS
 
@@ -48,7 +52,11 @@ class H11Connection(h11.Connection):
             return h11.NEED_DATA
         self._events_left -= 1
         state, num_buffered = self.their_state, len(self._receive_buffer)
-        event = super().next_event()
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            self.refusal = 400, _why_invalid(error)
+            raise
         if isinstance(event, h11.Request):
             self._num_framing_bytes = 0
             names = {name for name, _ in event.headers}
@@ -75,6 +83,16 @@ class H11Connection(h11.Connection):
     def _refused(self, status: int, message: str) -> h11.RemoteProtocolError:
         self.refusal = status, message
         return h11.RemoteProtocolError(message, error_status_hint=status)
+
+
+def _why_invalid(error: h11.RemoteProtocolError) -> str:
+    """What is wrong with a request that h11 does not parse, and what to send instead."""
+    if error.error_status_hint == 431:
+        return (
+            "the request line and headers, or the trailers of a body in chunks, have over "
+            f"{MAX_HEAD_BYTES} bytes; send fewer or shorter ones"
+        )
+    return f"this is not a valid HTTP/1.1 request ({short(str(error))}); use http:// and an HTTP/1.1 client"
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:

@@ -159,9 +159,10 @@ def _read(body: dict[str, Any], fields: dict[str, readers.Reader]) -> dict[str, 
             except readers.InvalidValueError as error:
                 problems[name] = f"{name}={short(value)} must be {error}"
         elif name not in UNSUPPORTED_FIELDS:
-            problems[name] = f"the field {short(name)} is unknown"
+            problems[name] = f"the field {short(name)} is unknown: leave it out"
         elif value is not None and not any(_is_same(value, neutral) for neutral in UNSUPPORTED_FIELDS[name]):
-            problems[name] = f"{name}={short(value)} is not supported"
+            other = f", or use {USE_INSTEAD[name]}" if USE_INSTEAD.get(name) in fields else ""
+            problems[name] = f"{name}={short(value)} is not supported: leave it out{other}"
     if problems:
         raise BadRequestError("; ".join(problems.values()), next(iter(problems))[:MAX_PARAM])
     return values
@@ -230,3 +231,6 @@ UNSUPPORTED_FIELDS: dict[str, tuple] = dict(
     moderation=(), prompt_cache_key=(), prompt_cache_options=(), prompt_cache_retention=(),
 )  # fmt: skip
 """Fields of the interface that are not supported -> values that change nothing, which are accepted."""
+
+USE_INSTEAD = dict(best_of="n", functions="tools")
+"""Fields that are not supported -> fields that do much the same, where a route has them."""

@@ -3,13 +3,16 @@
 import dataclasses
 import gc
 import json
+import os
+import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
 from jattn import models
-from jattn.engine import Engine, dispatch, sampling
+from jattn.engine import Engine, SamplingParams, dispatch, programs, sampling
 from jattn.models import decoder
 from tests.rooms.tree import ROOT
 
@@ -104,3 +107,30 @@ def test_the_collector_rests_while_programs_are_lowered_and_is_as_before_afterwa
         assert seen and not any(seen) and gc.isenabled() is enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+def test_after_ctrl_c_no_other_program_is_compiled_and_the_engine_still_serves(monkeypatch):
+    """The programs compile in other threads, which an exception in the main thread does not reach."""
+    begun, released, compiled = threading.Event(), threading.Event(), []
+
+    def compile_slowly(self, args, lowered):
+        begun.set()
+        assert released.wait(120)
+        compiled.append(lowered)
+
+    made = engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: 1)
+        patch.setattr(programs.Programs, "load", lambda self, args: False)
+        patch.setattr(programs.Programs, "lower", lambda self, args: args)
+        patch.setattr(programs.Programs, "compile", compile_slowly)
+        sender = threading.Thread(target=lambda: begun.wait(120) and os.kill(os.getpid(), signal.SIGINT))
+        sender.start()
+        with pytest.raises(KeyboardInterrupt):
+            made.warmup()
+        sender.join()
+        released.set()
+        made.runner.wait_until_sent()
+        assert len(compiled) == 1
+    (output,) = made.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2))
+    assert len(output.token_ids) == 2

@@ -238,6 +238,24 @@ def test_what_is_no_http_is_told_in_json_too(url):
         assert head.startswith(b"HTTP/1.1 4") and json.loads(body)["error"]["message"], raw[:20]
 
 
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\r\n\r\n", ["illegal request line", "http://"]),
+        (b"GET / HTTP/1.1\r\n\r\n", ["Host", "http://"]),
+        (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 20_000, ["16384 bytes", "shorter"]),
+        (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: " + b"y" * 20_000,
+            ["trailers", "16384 bytes", "shorter"],
+        ),
+    ],
+)
+def test_what_is_not_valid_http_is_named_with_the_way_out(url, sent, words):
+    with connection(url, sent) as raw:
+        said = until_closed(raw).decode()
+    assert said.startswith("HTTP/1.1 400 ") and all(word in said for word in words), said
+
+
 def test_an_announced_body_that_is_too_large_is_refused_before_it_comes(url):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %s\r\n\r\n"
     for length in (b"1048577", b"9" * 15):

@@ -1,0 +1,122 @@
+"""Ctrl-C and SIGTERM end a command wherever its main thread is; and a program may start with closed descriptors.
+
+Python calls a signal's handler in the main thread, between two bytecodes. Two things keep that from ending a command:
+the main thread may be inside XLA for minutes, and what a handler raises in a callback of the garbage collector (JAX has
+one) or in a destructor is printed and dropped.
+"""
+
+import _thread
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+PATIENCE = 5.0
+"""Seconds from a signal until the process ends although its main thread, or a thread that it waits for, is busy."""
+
+RETRY_SECONDS = 0.05
+"""How long after an exception was dropped the signal is repeated: its callback has ended by then."""
+
+SENTENCES = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
+CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: 0}
+"""The exit code after each signal. Only commands that handle SIGTERM get here with it."""
+
+DROPPED = b"\0"
+"""What is written to the thread when the exception of a handler was dropped; other bytes are numbers of signals."""
+
+_said: set[int] = set()
+_left_to_others = threading.Event()
+
+
+def forget() -> None:
+    """A new command begins in this process."""
+    _said.clear()
+
+
+def say(number: int) -> None:
+    """Print the sentence of a signal, once."""
+    if number not in _said:
+        _said.add(number)
+        print(f"jattn: {SENTENCES[signal.Signals(number)]}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Around a whole program: a thread sees each signal as it comes, repeats it if its exception was dropped, and ends
+    the process if it has not ended after PATIENCE."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    hook = sys.unraisablehook
+
+    def repeat_dropped(dropped) -> None:
+        if issubclass(dropped.exc_type, (KeyboardInterrupt, SystemExit)):
+            with contextlib.suppress(OSError):
+                writer.send(DROPPED)  # takes no lock: the callback may have come while one is held
+        else:
+            hook(dropped)
+
+    sys.unraisablehook = repeat_dropped
+    before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(reader,), name="jattn-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        if _said:  # the process ends; another Ctrl-C would only print where
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.set_wakeup_fd(before)
+        sys.unraisablehook = hook
+        writer.close()  # ends the thread
+
+
+@contextlib.contextmanager
+def left_to_others() -> Iterator[None]:
+    """Signals ask for an orderly stop here, which may take longer than PATIENCE."""
+    _left_to_others.set()
+    try:
+        yield
+    finally:
+        _left_to_others.clear()
+
+
+def _watch(reader: socket.socket) -> None:
+    last = signal.SIGINT
+    with reader:
+        while received := reader.recv(64):
+            for byte in received:
+                if byte == DROPPED[0]:
+                    time.sleep(RETRY_SECONDS)
+                    _thread.interrupt_main(last)
+                elif byte in CODES:
+                    last = signal.Signals(byte)
+                    if not _left_to_others.is_set():
+                        timer = threading.Timer(PATIENCE, _end, (last,))
+                        timer.daemon = True
+                        timer.start()
+
+
+def _end(number: signal.Signals) -> None:
+    if not _left_to_others.is_set():
+        say(number)
+        os._exit(CODES[number])
+
+
+def open_missing() -> None:
+    """Open the null device for each of stdin, stdout and stderr that is closed.
+
+    Python has None in place of a closed one, print(file=None) writes to stdout, and the next file or socket that is
+    opened would get its number: what a library prints would be in it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115  for ever

@@ -1,0 +1,109 @@
+"""Ctrl-C and SIGTERM end a command wherever its main thread is; descriptors may be closed, and the disk full."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jattn.engine import warming
+
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+LOADS = """
+import ctypes, os, signal, sys, time
+from jattn import cli
+from jattn.cli import options, signals
+
+class Dropping:
+    def __del__(self):  # as in the garbage collector's callbacks: what is raised here is dropped
+        os.kill(os.getpid(), {number})
+        time.sleep(0.01)
+
+def dropped():
+    Dropping()
+    time.sleep(3600)
+
+def busy():
+    signals.PATIENCE = 0.1
+    signal.pthread_sigmask(signal.SIG_BLOCK, [{number}])  # another thread gets it, and no call is interrupted
+    os.kill(os.getpid(), {number})
+    ctypes.CDLL(None).sleep(3600)
+
+options.make_engine = lambda args, **_: {where}()
+sys.argv = ["jattn", *{command}]
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "where", "command", "code", "sentence"),
+    [
+        (signal.SIGINT, "dropped", ["generate", "1+1="], 130, "jattn: interrupted\n"),
+        (signal.SIGTERM, "dropped", ["serve", "--port", "0"], 0, "jattn: ended by SIGTERM\n"),
+        (signal.SIGTERM, "busy", ["serve", "--port", "0"], 0, "jattn: ended by SIGTERM\n"),
+    ],
+)
+def test_a_signal_ends_a_command_that_loads(number, where, command, code, sentence):
+    script = LOADS.format(number=int(number), where=where, command=command)
+    ended = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (code, sentence, "")
+
+
+def test_closed_descriptors_give_an_error_that_does_not_go_to_stdout():
+    """Of a service manager: stdin and stderr are closed. print(file=None) would write to stdout."""
+    command = f"exec {sys.executable} -m jattn generate <&- 2>&-"
+    ended = subprocess.run(["sh", "-c", command], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True, timeout=250)
+    assert (ended.returncode, ended.stdout) == (2, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_says_what_to_do():
+    command = f"exec {sys.executable} -m jattn models >/dev/full"
+    ended = subprocess.run(["sh", "-c", command], env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, timeout=250)
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert "No space left" in ended.stderr and "free space" in ended.stderr
+
+
+def test_an_error_while_programs_compile_does_not_wait_for_the_others(monkeypatch):
+    compiled, ended = [], threading.Event()
+
+    class Pool(ThreadPoolExecutor):
+        def __init__(self, *_, **__):
+            super().__init__(1)
+
+        def shutdown(self, wait=True, *, cancel_futures=False):
+            super().shutdown(wait=False, cancel_futures=cancel_futures)
+            ended.set()
+            super().shutdown(wait=wait)
+
+    class Programs:
+        model = None
+
+        def load(self, args):
+            return False
+
+        def lower(self, args):
+            return args
+
+        def compile(self, args, lowered):
+            if compiled:
+                ended.wait(60)
+            compiled.append(lowered)
+
+    class Shapes:
+        def all(self):
+            return list(range(6))
+
+    def interrupt(done, total, what):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warming, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(warming, "_padding", lambda model, shapes, shape: shape)
+    monkeypatch.setattr(warming, "_name", str)
+    with pytest.raises(KeyboardInterrupt):
+        warming.compile_all(Programs(), None, None, None, Shapes(), interrupt)  # type: ignore[arg-type]
+    assert len(compiled) <= 2
