@@ -129,13 +129,14 @@ class PagedAttention:
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
         """The same plan with another block table: for layers with the same lengths and other blocks."""
         checks.check_plan(m, self.chosen.get_metadata_cls())
+        block_table, slot_mapping = _TABLE("block_table", block_table), _TABLE("slot_mapping", slot_mapping)
         for name, new, old in (
             ("block_table", block_table, m.block_table),
             ("slot_mapping", slot_mapping, m.slot_mapping),
         ):
-            if _TABLE(name, new).shape != old.shape:
+            if new.shape != old.shape:
                 raise ValueError(
-                    f"{name}.shape={np.shape(new)} must be {old.shape}, as in the plan; call build for another shape"
+                    f"{name}.shape={new.shape} must be {old.shape}, as in the plan; call build for another shape"
                 )
         return self.builder.update_block_table(m, block_table, slot_mapping)
 
@@ -149,7 +150,8 @@ class PagedAttention:
         blocks_per_layer = integer(1)("blocks_per_layer", blocks_per_layer)
         if pool % blocks_per_layer:
             raise ValueError(f"{blocks_per_layer=} must divide the pool's {pool} blocks")
-        on_host = isinstance(_LAYER("layer", layer), (int, np.integer, np.ndarray))
+        layer = _LAYER("layer", layer)
+        on_host = isinstance(layer, (int, np.integer, np.ndarray))
         if on_host and not 0 <= layer < pool // blocks_per_layer:
             raise ValueError(f"{layer=} must be one of the pool's {pool // blocks_per_layer} layers, counted from 0")
         return self.builder.for_layer(m, layer, blocks_per_layer)
@@ -226,7 +228,7 @@ def attention(
     """
     params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
     checks.check_kind("spec", spec, AttentionSpec)
-    checks.check_lengths(spec, meta)
+    meta = checks.check_lengths(spec, meta)
     meta = meta if meta.max_num_reqs else checks.with_padding_row(meta)
     checks.check_mask_metadata(spec, meta)
     chip = device.detect()

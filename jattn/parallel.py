@@ -21,17 +21,17 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jattn.attention import PagedAttention
-from jattn.backends.checks import check_cache, check_params
+from jattn.backends import checks
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import boolean, check_kind, integer, kind, reals, sequence_of, short, takes, text
+from jattn.errors.arguments import as_array, boolean, check_kind, integer, kind, sequence_of, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.batch import BATCH
+from jattn.metadata.batch import BATCH, queries_of
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops.state import AttentionState
-from jattn.spec import AttentionParams, AttentionSpec
+from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 
 Step = Callable[..., tuple[PagedKV, AttentionState]]
 
@@ -76,16 +76,14 @@ def _check_context() -> None:
         )
 
 
-def _tokens(name: str, x: Any, *ndims: int) -> Any:
-    """None, or the argument as an array."""
-    if x is None and name != "q":
-        return None
-    return reals(*ndims)(name, x)
-
-
 def _jitted(donate: bool) -> Callable[[Callable], Any]:
     """jax.jit of a step. Without it, JAX compiles and runs the operations inside shard_map one by one."""
     return functools.partial(jax.jit, donate_argnums=3 if donate else ())
+
+
+def _arrays(**given: Any) -> tuple[Any, ...]:
+    """Each as an array; numpy's stay numpy's, which jit places on the devices of all processes. None stays None."""
+    return tuple(None if x is None else as_array(name, x) for name, x in given.items())
 
 
 _SPECS = dict(spec=kind(AttentionSpec), cache_spec=kind(KVCacheSpec))
@@ -148,6 +146,7 @@ def tensor_parallel(
     """
     mesh, world = _ranks(mesh, axis)
     local_spec, local = rank_spec(spec, axis, world), rank_cache_spec(cache_spec, world)
+    checks.check_specs(spec, cache_spec)
     attn = PagedAttention(local_spec, local, backend, dtype=dtype)
     heads, pools = PartitionSpec(None, axis), head_partition(cache_spec, axis)
 
@@ -168,14 +167,13 @@ def tensor_parallel(
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | None = None):
         _check_context()
-        params = AttentionParams() if params is None else check_kind("params", params, AttentionParams)
-        q, k, v = (_tokens(name, x, 3) for name, x in (("q", q), ("k", k), ("v", v)))
-        for name, x, count in (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads), ("v", v, spec.num_kv_heads)):
-            if x is not None and x.shape[1] != count:
-                raise ValueError(f"{name}.shape={x.shape} must be [T, {count}, ...]: the heads of all ranks")
-        check_cache(cache, cache_spec)
-        check_params(attn.chosen, spec, cache_spec, params)  # of all ranks; a rank sees only its part
-        BATCH("meta", meta)
+        params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
+        checks.check_cache(cache, cache_spec)
+        checks.check_params(attn.chosen, spec, cache_spec, params)
+        q, k, v = _arrays(q=q, k=k, v=v)
+        checks.check_query(spec, q, queries_of(BATCH("meta", meta), spec.attn_type).num_tokens)
+        if k is not None or v is not None:
+            checks.check_keys(spec, k, v, None)
         return mapped(q, k, v, cache, meta, params)
 
     return step
@@ -205,7 +203,12 @@ def decode_context_parallel(
         raise ValueError(f"{cache_spec.num_blocks=} must be a multiple of the {world} ranks of axis {axis!r}")
     local = dataclasses.replace(cache_spec, num_blocks=cache_spec.num_blocks // world)
     parallel = ContextParallel(dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave)
+    parallel.check_interleave(local)
     if isinstance(spec, MLASpec):
+        if dtype is not None:
+            raise ValueError(
+                f"dtype={short(dtype)} decides nothing for an MLASpec, whose backends take any; leave it out"
+            )
         attn = MLAAttention(spec, local, backend, parallel=parallel)
     else:
         attn = PagedAttention(spec, local, backend, dtype=dtype, parallel=parallel)
@@ -223,9 +226,8 @@ def decode_context_parallel(
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | MLAParams | None = None):
         _check_context()
         names = ("q", "kv_c", "k_pe") if isinstance(spec, MLASpec) else ("q", "k", "v")
-        q, k, v = (_tokens(name, x) for name, x in zip(names, (q, k, v), strict=True))
-        check_cache(cache, cache_spec)
-        BATCH("meta", meta)
-        return mapped(q, k, v, cache, meta, params)
+        checks.check_cache(cache, cache_spec)
+        params = with_arrays(params) if isinstance(params, AttentionParams) else params
+        return mapped(*_arrays(**dict(zip(names, (q, k, v), strict=True))), cache, BATCH("meta", meta), params)
 
     return step

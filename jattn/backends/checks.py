@@ -15,7 +15,7 @@ from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integer, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.batch import check_block_size, keys_of
+from jattn.metadata.batch import check_block_size, in_int32, keys_of
 from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, Feature
@@ -42,10 +42,10 @@ def check_batch(
 ) -> CommonAttentionMetadata:
     """Check that the parts of a batch fit together and that it has the blocks that this layer reads; return the batch.
 
-    A batch of R = 0 rows is returned with one row of padding. ranks: how many ranks have a part of each block's tokens;
-    the batch's block_size is cache_spec.block_size * ranks.
+    Its integers become int32. A batch of R = 0 rows is returned with one row of padding. ranks: how many ranks have a
+    part of each block's tokens; the batch's block_size is cache_spec.block_size * ranks.
     """
-    check_lengths(spec, meta)
+    meta = check_lengths(spec, meta)
     keys = keys_of(meta, spec.attn_type)
     table = keys.block_table
     if table is None:
@@ -102,15 +102,17 @@ def with_padding_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
     return meta.padded(meta.num_tokens, 1)
 
 
-def check_lengths(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) -> None:
-    """The lengths of queries and keys must be vectors of matching sizes."""
+def check_lengths(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """Return the batch with integers of int32; its lengths of queries and keys must be vectors of matching sizes."""
     check_kind("meta", meta, CommonAttentionMetadata, "make one with CommonAttentionMetadata.from_lengths(...)")
+    meta = in_int32(meta)
     for batch in (meta, keys_of(meta, spec.attn_type)):
         _VECTOR("meta.query_start_loc", batch.query_start_loc)
         _VECTOR("meta.seq_lens", batch.seq_lens)
         starts, lengths = jnp.shape(batch.query_start_loc), jnp.shape(batch.seq_lens)
         if lengths != (meta.max_num_reqs,) or starts != (meta.max_num_reqs + 1,):
             raise ValueError(f"query_start_loc.shape={starts} must be (R + 1,) and seq_lens.shape={lengths} (R,)")
+    return meta
 
 
 def check_mask_metadata(spec: AttentionSpec, meta: CommonAttentionMetadata) -> None:

@@ -17,10 +17,7 @@ def listed_rows(level: Level, is_causal: bool, topk_indices: jax.Array, block_si
     rounded up to whole blocks of the kernel. An entry is a key if the token would see it without the list.
     """
     batch, table = level.batch, jnp.asarray(level.block_table)
-    count = topk_indices.shape[0]
-    token = jnp.arange(count, dtype=jnp.int32)
-    req = jnp.maximum(jnp.searchsorted(batch.start, token, side="right") - 1, 0).astype(jnp.int32)
-    live = (token >= batch.start[req]) & (token < batch.start[req] + batch.query_lens[req])
+    req, live = batch.req_of_token()
     causal = is_causal if batch.rows.causal is None else batch.rows.causal
     last = jnp.where(causal, jnp.minimum(batch.rows.position, batch.seq_lens[req] - 1), batch.seq_lens[req] - 1)
     last = jnp.where(live, last, -1)[:, None]

@@ -66,14 +66,18 @@ class ContextParallel:
                 "meta.dcp_local_seq_lens is given, but with dcp_world_size=1 in parallel= this rank has every key"
             )
 
+    def check_interleave(self, cache_spec: KVCacheSpec) -> None:
+        """ValueError unless each rank's part of a block is whole runs of `interleave` tokens."""
+        if self.dcp_world_size > 1 and cache_spec.block_size % self.interleave:
+            raise ValueError(
+                f"interleave={self.interleave} must divide {cache_spec.block_size=}: a block id names one block a rank"
+            )
+
     def dcp_shard(self, cache_spec: KVCacheSpec) -> KeyShard | None:
         """This rank's share of the keys; None without dcp."""
         if self.dcp_world_size == 1:
             return None
-        if cache_spec.block_size % self.interleave:
-            raise ValueError(
-                f"interleave={self.interleave} must divide {cache_spec.block_size=}: a block id names one block a rank"
-            )
+        self.check_interleave(cache_spec)
         return KeyShard(rank=self.dcp_rank(), world=self.dcp_world_size, interleave=self.interleave)
 
     @property

@@ -191,7 +191,7 @@ def function(name: str, value: Any) -> Callable:
 
 
 def integers(*ndims: int, host: str = "") -> Rule:
-    """An integer array of one of these ranks, int32 where the host holds it; lists become arrays.
+    """An integer array of one of these ranks, as int32; lists become arrays.
 
     host: if given, traced arrays are refused with this hint, because the function reads values.
     """
@@ -209,7 +209,7 @@ def booleans(*ndims: int) -> Rule:
 
 
 def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...] = (), host: str = "") -> Any:
-    """An array unchanged; a number or a list as a numpy array."""
+    """An array unchanged, but integers become int32; a number or a list as a numpy array."""
     if isinstance(value, Tracer):
         array = value
     elif isinstance(value, (np.ndarray, np.generic, jax.Array)):
@@ -224,8 +224,8 @@ def as_array(name: str, value: Any, holds: str = _NUMBERS, ndims: tuple[int, ...
     if ndims and array.ndim not in ndims:
         raise ValueError(f"{name}.shape={tuple(array.shape)} must have {_ranks(ndims)} axes of {holds}")
     is_index = holds == _INTEGERS or array.dtype.itemsize == 8  # 8-bit integers may be quantised values
-    if is_index and _is_integer(array.dtype) and not isinstance(array, jax.Array) and array.dtype != np.int32:
-        array = _as_int32(name, array)
+    if is_index and _is_integer(array.dtype) and array.dtype != np.int32:
+        array = _bounded(array) if isinstance(array, jax.Array) else _as_int32(name, array)
     return array
 
 
@@ -249,6 +249,15 @@ def _as_int32(name: str, array: Any) -> Any:
     if array.size and array.dtype.itemsize >= 4 and (array.max() > INT32 or array.min() < -INT32 - 1):
         raise ValueError(f"{name} holds {array.max() if array.max() > INT32 else array.min()}, which is outside int32")
     return array.astype(np.int32)
+
+
+def _bounded(array: jax.Array) -> jax.Array:
+    """int32. What is outside becomes the nearest int32: it must not become the index of something else.
+
+    With jax_enable_x64, JAX's integers have 64 bits.
+    """
+    least, most = jnp.iinfo(array.dtype).min, jnp.iinfo(array.dtype).max
+    return jnp.clip(array, max(least, -INT32 - 1), min(most, INT32)).astype(jnp.int32)
 
 
 def _alive(name: str, array: Any) -> Any:

@@ -5,6 +5,7 @@ hold any value: no result depends on them. Arrays made on the host are numpy arr
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -379,6 +380,25 @@ def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "
             f"its slots are in other blocks; make the batch with block_size={block_size}"
         )
     return block_size
+
+
+def in_int32(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The batch with int32 in place of other integers: `replace` takes any, and with jax_enable_x64 JAX makes int64."""
+    changed: dict[str, Any] = {}
+    for name in _INDEX_FIELDS:
+        value = getattr(meta, name)
+        if value is not None and getattr(value, "dtype", None) != np.int32:
+            changed[name] = _INDICES(f"meta.{name}", value)
+    if meta.cross is not None and (cross := in_int32(meta.cross)) is not meta.cross:
+        changed["cross"] = cross
+    return dataclasses.replace(meta, **changed) if changed else meta
+
+
+_INDICES = integers()
+_INDEX_FIELDS = (
+    *("query_start_loc", "slot_mapping", "num_reqs", "num_actual_tokens", "logits_indices", "common_prefix_len"),
+    *(name for name in PER_REQUEST if name != "causal_per_request"),
+)
 
 
 def _minimum(x, bound: int):

@@ -32,7 +32,7 @@ def attend_listed(
     params: MLAParams,
     topk_indices: jax.Array,
 ) -> AttentionState:
-    """Absorbed queries [T H L+R] over the listed rows: out f32[T H L], lse f32[T H].
+    """Absorbed queries [T H L+R], 0 for padding, over the listed rows: out f32[T H L], lse f32[T H].
 
     (0, -inf) for a token without a key. The backward pass gathers the keys again.
     """
@@ -40,9 +40,7 @@ def attend_listed(
     (num_tokens, num_heads, _), width = q.shape, topk_indices.shape[1]
     if num_tokens * width == 0:
         return AttentionState.empty(num_tokens, num_heads, spec.kv_lora_rank)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    req = jnp.maximum(jnp.searchsorted(batch.start, token, side="right") - 1, 0)
-    live = (token >= batch.start[req]) & (token < batch.start[req] + batch.query_lens[req])
+    req, live = batch.req_of_token()
     listed = jnp.sort(topk_indices, axis=1)
     is_repeated = jnp.pad(listed[:, 1:] == listed[:, :-1], ((0, 0), (1, 0)))
 
@@ -63,7 +61,6 @@ def attend_listed(
         out, lse = layer.finish(terms, m, total, einsum("kmgn,nl->kmgl", weights, kv_c))
         return out[0], lse[0]
 
-    q = jnp.where(live[:, None, None], q, 0.0)  # padding may hold NaN, and in a gradient 0 * NaN would be NaN
     inputs = (q, req, batch.rows, listed, live[:, None] & ~is_repeated)
     out, lse = jax.lax.map(jax.checkpoint(attend), inputs, batch_size=max(KEYS_AT_ONCE // width, 1))
     return AttentionState(out=out, lse=lse)

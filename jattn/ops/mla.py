@@ -122,7 +122,7 @@ class LatentAttention:
             spec.absorbed,
             self.path,
             m.is_causal,
-            absorbed_queries(spec, q, params),
+            absorbed_queries(spec, level.batch.cleared(q), params),
             cache,
             levels,
             _attention_params(params),
@@ -138,9 +138,8 @@ class LatentAttention:
         spec, params = self.spec, absorb(self.spec, params)
         layer = spec.absorbed if self.combine is None else dataclasses.replace(spec.absorbed, has_sinks=False)
         terms = layer_terms(layer, m.is_causal, _attention_params(params))
-        state = attend_listed(
-            spec, terms, absorbed_queries(spec, q, params), cache, m.level, params, jnp.asarray(topk_indices)
-        )
+        q_absorbed = absorbed_queries(spec, m.level.batch.cleared(q), params)
+        state = attend_listed(spec, terms, q_absorbed, cache, m.level, params, jnp.asarray(topk_indices))
         if self.combine is not None:
             state = self.combine(state)
             if spec.has_sinks:
@@ -172,7 +171,7 @@ class LatentAttention:
         if kv_c is not None:
             assert k_pe is not None
             own = dataclasses.replace(batch, seq_lens=batch.query_lens, kv_offset=batch.seq_lens - batch.query_lens)
-            k, v = materialised(kv_c, k_pe, params)
+            k, v = materialised(batch.cleared(kv_c), batch.cleared(k_pe), params)
             state = merge(state, attend_packed(self._call(m), q, k, v, own, _attention_params(params)))
         if spec.has_sinks:
             assert params.sinks is not None

@@ -64,6 +64,17 @@ class RaggedBatch:
     def num_reqs(self) -> int:
         return self.start.shape[0]
 
+    def req_of_token(self) -> tuple[jax.Array, jax.Array]:
+        """(i32[T] the request of each token, bool[T] False for padding and for a request whose query_lens are 0)."""
+        start, token = jnp.asarray(self.start), jnp.arange(self.num_tokens, dtype=jnp.int32)
+        req = jnp.maximum(jnp.searchsorted(start, token, side="right") - 1, 0).astype(jnp.int32)
+        return req, (token >= start[req]) & (token < start[req] + jnp.asarray(self.query_lens)[req])
+
+    def cleared(self, x: jax.Array) -> jax.Array:
+        """x [T ..] with 0 for tokens that are not live: they may hold NaN, and in a gradient 0 * NaN would be NaN."""
+        live = self.req_of_token()[1].reshape(-1, *(1,) * (x.ndim - 1))
+        return jnp.where(live, x, jnp.zeros((), x.dtype))
+
     def keys_of(self, req: jax.Array) -> KeyRun:
         """One request's keys."""
         return KeyRun(length=_item(self.seq_lens, req), offset=_item(self.kv_offset, req), shard=self.shard)

@@ -117,3 +117,28 @@ def test_a_spec_is_checked_and_its_spellings_are_one(bad):
         MLASpec(**(SIZES | bad))
     assert MLASpec(**SIZES, sliding_window=4, logits_soft_cap=0) == MLASpec(**SIZES, sliding_window=(3, 0))
     assert hash(MLASpec(**SIZES)) == hash(dataclasses.replace(SPEC))
+
+
+@pytest.mark.parametrize("reading", ["attend", "prefill_mha", "listed"])
+def test_padding_that_is_nan_has_no_part_in_the_gradient_of_the_weights(reading):
+    m = PLAIN.mla.build(PLAIN.meta())
+    live = int(m.level.batch.query_lens.sum())
+    rows = [np.where(np.arange(len(x))[:, None] < live, x, np.nan) for x in PLAIN.new_rows()]
+
+    def grad(padding):
+        q = np.concatenate([PLAIN.q[:live], np.full_like(PLAIN.q[live:], padding)])
+
+        def loss(q, w):
+            params = dataclasses.replace(PLAIN.params, kv_b_proj=w)
+            if reading == "prefill_mha":
+                state = PLAIN.mla.prefill_mha(q, PLAIN.cache, m, params, *rows)
+            else:
+                topk = np.zeros((len(q), 1), np.int32) if reading == "listed" else None
+                state = PLAIN.mla.attend(q, PLAIN.cache, m, params, topk)
+            return jnp.sum(jnp.sin(state.out))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(q, PLAIN.params.kv_b_proj)
+
+    for found, wanted in zip(grad(np.nan), grad(0.0), strict=True):
+        assert np.isfinite(found).all() and np.asarray(wanted).any()
+        np.testing.assert_array_equal(found, wanted)

@@ -301,3 +301,32 @@ def test_params_of_divided_heads_are_refused_by_their_whole_shape():
     step, arguments = small_step(tensor_parallel, mesh(2), has_sinks=True)
     with pytest.raises(ValueError, match=r"params.sinks.shape=\(3,\) must be \(4,\)"):
         step(*arguments, jattn.AttentionParams(sinks=np.zeros(3, np.float32)))
+
+
+@pytest.mark.parametrize("door", [tensor_parallel, decode_context_parallel])
+def test_a_step_takes_lists_and_names_the_sizes_of_the_whole_layer(door):
+    spec = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, has_sinks=True)
+    cache_spec = jattn.KVCacheSpec(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
+    step, size = door(spec, cache_spec, mesh(2), AXIS), 4 if door is tensor_parallel else 8
+    meta = jattn.CommonAttentionMetadata.from_lengths([2], [2], [[1]], size)
+    q, k = np.ones((2, 4, 8), np.float32), np.ones((2, 2, 8), np.float32)
+    call = lambda q=q, **params: step(q, k.tolist(), k, jattn.empty_cache(cache_spec), meta,
+                                      jattn.AttentionParams(**dict(sinks=np.zeros(4)) | params))  # fmt: skip
+    np.testing.assert_array_equal(call(q.tolist(), k_scale=[1.0, 1.0])[1].out, call()[1].out)
+    for arguments, words in (
+        (dict(sinks=None), r"params.sinks, f32\[4\]"),
+        (dict(k_scale=np.ones(3)), r"k_scale.shape=\(3,\) must be \(\) or \(2,\)"),
+        (dict(q=q[..., :4]), r"q.shape=\(2, 4, 4\) must be \[T, 4, 8\]"),
+        (dict(q=q[:, :2]), r"q.shape=\(2, 2, 8\) must be \[T, 4, 8\]"),
+        (dict(q="q"), "q='q' must be an array"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(**arguments)
+
+
+def test_context_parallel_options_that_cannot_hold_are_refused_at_once():
+    spec, cache_spec = latent.SPEC, jattn.mla_cache_spec(latent.SPEC, 8, 4)
+    with pytest.raises(ValueError, match="interleave=3 must divide cache_spec.block_size=4"):
+        decode_context_parallel(spec, cache_spec, mesh(2), AXIS, interleave=3)
+    with pytest.raises(ValueError, match="dtype='float16' decides nothing for an MLASpec.*leave it out"):
+        decode_context_parallel(spec, cache_spec, mesh(2), AXIS, dtype="float16")

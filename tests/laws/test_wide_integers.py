@@ -1,0 +1,70 @@
+"""With jax_enable_x64, JAX's own integers have 64 bits: they mean the same, and none outside int32 is another index."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jattn
+from tests.ops.latent import PLAIN
+
+BEYOND = 2**32  # what int32 would forget
+SPEC = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8)
+CACHE = jattn.KVCacheSpec(num_blocks=8, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
+META = jattn.CommonAttentionMetadata.from_lengths([1, 2], [5, 2], [[0, 1], [2, 3]], 4, num_tokens=4)
+FIELDS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+
+
+@pytest.fixture(autouse=True)
+def wide():
+    with jax.enable_x64(True):
+        yield
+
+
+def written(cache: jattn.PagedKV) -> list[int]:
+    return np.flatnonzero(np.asarray(cache.logical()[0]).sum(axis=(2, 3)).reshape(-1)).tolist()
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpu_native"])
+def test_a_batch_of_wide_integers_is_the_same_batch(backend):
+    attn = jattn.PagedAttention(SPEC, CACHE, backend)
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=(4, heads, 8)).astype(np.float32) for heads in (4, 2))
+    many = META.replace(**{name: jnp.asarray(getattr(META, name), jnp.int64) for name in FIELDS})
+    assert many.seq_lens.dtype == jnp.int64
+    for build in (attn.build, jax.jit(attn.build)):
+        (cache, state), (wanted, answer) = (
+            attn(q, k, k, jattn.empty_cache(CACHE), build(meta)) for meta in (many, META)
+        )
+        np.testing.assert_array_equal(state.out, answer.out)
+        assert written(cache) == written(wanted) == [4, 8, 9]
+    moved = attn.update_block_table(attn.build(META), many.block_table, many.slot_mapping)
+    np.testing.assert_array_equal(attn.attend(q, cache, moved).out, attn.attend(q, cache, attn.build(META)).out)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "cpu_native"])
+def test_a_slot_beyond_int32_is_written_by_nobody(backend):
+    attn, ones = jattn.PagedAttention(SPEC, CACHE, backend), np.ones((4, 2, 8), np.float32)
+    meta = META.replace(slot_mapping=jnp.asarray(META.slot_mapping, jnp.int64) + BEYOND)
+    cache, _ = attn(np.ones((4, 4, 8), np.float32), ones, ones, jattn.empty_cache(CACHE), attn.build(meta))
+    assert written(cache) == []
+
+
+def test_a_listed_key_beyond_int32_is_no_key():
+    m, listed = PLAIN.mla.build(PLAIN.meta()), jnp.zeros((21, 2), jnp.int64)
+    read = lambda listed: PLAIN.mla.attend(PLAIN.q, PLAIN.cache, m, PLAIN.params, listed)
+    assert np.asarray(read(listed).out).any()
+    for bad in (listed + BEYOND, listed - BEYOND):
+        assert not np.asarray(read(bad).out).any() and not np.asarray(jax.jit(read)(bad).out).any()
+
+
+def test_layers_of_one_pool_are_scanned_by_wide_numbers():
+    attn, q = jattn.PagedAttention(SPEC, CACHE, "sdpa"), np.ones((4, 4, 8), np.float32)
+    ones, plan = np.ones((4, 2, 8), np.float32), attn.build(META)
+
+    def layer(cache, index):
+        cache, state = attn(q, ones, ones, cache, attn.for_layer(plan, index, 4))
+        return cache, state.out
+
+    cache, _ = jax.lax.scan(layer, jattn.empty_cache(CACHE), jnp.arange(2))
+    assert written(cache) == [4, 8, 9, 20, 24, 25]
