@@ -18,12 +18,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jattn.attention import PagedAttention
-from jattn.backends.checks import check_cache
+from jattn.backends.checks import check_cache, check_params
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.errors import UnsupportedError
 from jattn.errors.arguments import boolean, check_kind, integer, kind, reals, sequence_of, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH
@@ -46,17 +47,40 @@ def put_local(tree: Any, sharding: jax.sharding.Sharding | None) -> Any:
     return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), tree)
 
 
-def _world(mesh: Mesh, axis: str) -> int:
-    """The number of ranks (devices) of the axis."""
+def _ranks(mesh: Mesh, axis: str) -> tuple[Mesh, int]:
+    """The mesh with axes that shard_map divides, and the number of ranks (devices) of the axis.
+
+    jax.make_mesh may give axes of the type Explicit, over which shard_map takes only arrays that are divided already.
+    """
     names = check_kind("mesh", mesh, Mesh, "make one with jax.sharding.Mesh or jax.make_mesh").axis_names
     if not isinstance(axis, str) or axis not in names:
         raise ValueError(f"axis={short(axis)} must be one of the mesh's axes {names}")
-    return mesh.shape[axis]
+    ids = [device.id for device in mesh.devices.flat]
+    if not ids or len(set(ids)) < len(ids):
+        raise ValueError(f"the mesh has the devices {ids}, but it must have one or more, each once")
+    return Mesh(mesh.devices, names, axis_types=(AxisType.Auto,) * len(names)), mesh.shape[axis]
 
 
 def _axes(name: str, value: Any) -> str | tuple[str, ...]:
     """The rule of an axis name, or of a list of names, outermost first."""
     return text(name, value) if isinstance(value, str) else sequence_of(text)(name, value)
+
+
+def _check_context() -> None:
+    """UnsupportedError inside jax.set_mesh of a mesh whose axes are Explicit: there shard_map takes no other mesh."""
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit:
+        raise UnsupportedError(
+            f"jax.set_mesh is on, with the Explicit axes {explicit}, but the step divides its arguments itself: call "
+            "it outside, or set a mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
+        )
+
+
+def _tokens(name: str, x: Any, *ndims: int) -> Any:
+    """None, or the argument as an array."""
+    if x is None and name != "q":
+        return None
+    return reals(*ndims)(name, x)
 
 
 def _jitted(donate: bool) -> Callable[[Callable], Any]:
@@ -122,7 +146,7 @@ def tensor_parallel(
     and the cache of `cache_spec`. Place the cache once with jattn.parallel.head_partition; every step keeps that
     placement.
     """
-    world = _world(mesh, axis)
+    mesh, world = _ranks(mesh, axis)
     local_spec, local = rank_spec(spec, axis, world), rank_cache_spec(cache_spec, world)
     attn = PagedAttention(local_spec, local, backend, dtype=dtype)
     heads, pools = PartitionSpec(None, axis), head_partition(cache_spec, axis)
@@ -143,11 +167,14 @@ def tensor_parallel(
         return on_ranks(q, k, v, cache, meta, params)
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | None = None):
+        _check_context()
         params = AttentionParams() if params is None else check_kind("params", params, AttentionParams)
+        q, k, v = (_tokens(name, x, 3) for name, x in (("q", q), ("k", k), ("v", v)))
         for name, x, count in (("q", q, spec.num_heads), ("k", k, spec.num_kv_heads), ("v", v, spec.num_kv_heads)):
-            if x is not None and reals(3)(name, x).shape[1] != count:
-                raise ValueError(f"{name}.shape={jnp.shape(x)} must be [T, {count}, ...]: the heads of all ranks")
+            if x is not None and x.shape[1] != count:
+                raise ValueError(f"{name}.shape={x.shape} must be [T, {count}, ...]: the heads of all ranks")
         check_cache(cache, cache_spec)
+        check_params(attn.chosen, spec, cache_spec, params)  # of all ranks; a rank sees only its part
         BATCH("meta", meta)
         return mapped(q, k, v, cache, meta, params)
 
@@ -173,7 +200,7 @@ def decode_context_parallel(
     Make the batch with from_lengths(..., block_size * world): a block id then names one block on every rank. For an
     MLASpec, k and v are kv_c and k_pe. dtype: of the queries, see PagedAttention. donate: see above.
     """
-    world = _world(mesh, axis)
+    mesh, world = _ranks(mesh, axis)
     if cache_spec.num_blocks % world:
         raise ValueError(f"{cache_spec.num_blocks=} must be a multiple of the {world} ranks of axis {axis!r}")
     local = dataclasses.replace(cache_spec, num_blocks=cache_spec.num_blocks // world)
@@ -194,6 +221,9 @@ def decode_context_parallel(
     )
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | MLAParams | None = None):
+        _check_context()
+        names = ("q", "kv_c", "k_pe") if isinstance(spec, MLASpec) else ("q", "k", "v")
+        q, k, v = (_tokens(name, x) for name, x in zip(names, (q, k, v), strict=True))
         check_cache(cache, cache_spec)
         BATCH("meta", meta)
         return mapped(q, k, v, cache, meta, params)

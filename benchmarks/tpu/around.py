@@ -2,10 +2,10 @@
 
     python -m benchmarks.tpu.around [--write | --out DIR] [--chips v5e,v6e]
 
-queries_gathered    queries put into the order of the tiles, outputs and lse put back: 256 decodes as in a mixed batch
-queries_in_place    the same for a batch of decodes, whose queries the kernel takes as they are
-kv_write            keys and values of 256 new tokens put into the pools
-listed_rows         256 x 2048 rows of 512 + 64 of a latent cache, as `topk_indices` names them
+decode, prefill              an attention call of 256 decodes; of two prompts of 2048; the work list is given
+decode_lse, prefill_lse      the same where the caller takes the lse, not the output
+kv_write                     keys and values of 256 new tokens put into the pools
+listed_rows                  256 x 2048 rows of 512 + 64 of a latent cache, as `topk_indices` names them
 
 32 query and 8 kv heads of 128, bf16, pages of 128. `cycles` is XLA's own estimate of all operations, without those of
 a loop's further trips; `us` is by the clock of benchmarks.tpu.limits, and `memory_us` what the bytes take that must be
@@ -14,7 +14,6 @@ moved. sparse_core: operations that XLA gives to a SparseCore; there is no estim
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -37,26 +36,15 @@ def programs(chip: str) -> dict[str, tuple]:
     import jax.numpy as jnp
 
     import jattn
-    from jattn.backends import pallas_tpu
     from jattn.cache.write import write_by_head
-    from pallas_kernels.tpu import work_list
 
-    _, (q, cache, meta, _) = aot.call(aot.DECODE, chip)
-    spec = aot.layer_of(aot.DECODE)
-    config = pallas_tpu.kernel_config(spec, cache.spec, common=meta, chip=chip)
-    gathered = dataclasses.replace(config, short_heads=1)  # the same tiles, but not in place
     shape = lambda *dims, dtype="bfloat16": jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
 
-    def queries(config):
-        attn = jattn.PagedAttention(spec, cache.spec, "pallas_tpu", jattn.device.Chip("tpu", chip))
-        work = jax.eval_shape(attn.build, meta).work
-        packed = jax.eval_shape(lambda q, work: work_list.pack_queries(q, work, config), q, work)
-        lse = shape(*work.token.shape, config.lse_lanes, dtype="float32")
-
-        def around(q, out, lse, work):
-            return work_list.pack_queries(q, work, config), work_list.unpack(out, lse, work, config)
-
-        return around, (), (q, packed, lse, work)
+    def attention(batch: aot.Shape, result: str):
+        _, (q, cache, meta, params) = aot.call(batch, chip)
+        attn = jattn.PagedAttention(aot.layer_of(batch), cache.spec, "pallas_tpu", jattn.device.Chip("tpu", chip))
+        plan = jax.eval_shape(attn.build, meta)
+        return 0, lambda *args: getattr(attn.attend(*args), result), (), (q, cache, plan, params)
 
     def write(cache, k, v, slots):
         return write_by_head(cache, k, v, slots)
@@ -64,10 +52,12 @@ def programs(chip: str) -> dict[str, tuple]:
     new = shape(TOKENS, 8, 128)
     pools = shape(4096 * 128, 64), shape(4096 * 128, 512)
     listed = lambda ropes, latents, rows: (ropes[rows], latents[rows])
-    once = 2 * q.size * 2
+    _, (_, cache, _, _) = aot.call(aot.DECODE, chip)
     return dict(
-        queries_gathered=(2 * once, *queries(gathered)),
-        queries_in_place=(0, *queries(config)),
+        decode=attention(aot.DECODE, "out"),
+        prefill=attention(aot.PREFILL, "out"),
+        decode_lse=attention(aot.DECODE, "lse"),
+        prefill_lse=attention(aot.PREFILL, "lse"),
         kv_write=(2 * 2 * new.size * 2, write, (0,), (cache, new, new, shape(TOKENS, dtype="int32"))),
         listed_rows=(2 * TOKENS * LISTED * 576 * 2, listed, (), (*pools, shape(TOKENS, LISTED, dtype="int32"))),
     )  # fmt: skip

@@ -6,7 +6,8 @@ is counted. benchmarks.tpu.measure times the kernel on a TPU.
 """
 
 from benchmarks.tpu.llo import Program, Span
-from pallas_kernels.tpu.config import TpuKernelConfig
+from pallas_kernels.tpu.config import TOKENS_TOGETHER, TpuKernelConfig
+from pallas_kernels.tpu.row_order import query_order
 
 PAGES_OF_200 = 2  # a context of 200 tokens in pages of 128
 
@@ -47,9 +48,20 @@ def prefill(program: Program, config: TpuKernelConfig) -> dict:
     return dict(
         milli_bundles=milli(sizes[0], config.step_parts), part=milli(sizes[1]), masked=milli(sizes[2]),
         prompt_512=short["computed"], prompt_512_visible=short["visible"],
-        prompt_8k=long["computed"], prompt_8k_visible=long["visible"], spills=program.count(step, "spill"),
+        prompt_8k=long["computed"], prompt_8k_visible=long["visible"], order=order_of_rows(program, config),
+        spills=program.count(step, "spill"),
         spills_of_parts=[program.count(loop, "spill") for loop in (part, masked)],
     )  # fmt: skip
+
+
+def order_of_rows(program: Program, config: TpuKernelConfig) -> float:
+    """Bundles for each token that put queries into the order of rows and outputs out of it, once a tile."""
+    if config.in_place:
+        return 0.0
+    words = f"ss:${query_order(config).pitch} "
+    loops = [x for x in program.loops if program.count(x, words) and not any(x.holds(y) for y in program.loops)]
+    assert len(loops) == 2, "the loops over the tokens of a tile were not found"
+    return round(sum(loop.size for loop in loops) / TOKENS_TOGETHER, 1)
 
 
 def prompt(tokens: int, config: TpuKernelConfig, sizes) -> dict:

@@ -136,7 +136,7 @@ def launches(option: str, dim: int, dtype: str, chip: str = "v6e") -> list[tuple
     import jax.numpy as jnp
 
     from jattn.backends import pallas_tpu
-    from pallas_kernels.tpu import paged_attention
+    from pallas_kernels.tpu import paged_attention, work_list
 
     found, default, shape = [], pallas_tpu.default_config, shape_of(option, dim, dtype)
     assert shape is not None
@@ -146,7 +146,7 @@ def launches(option: str, dim: int, dtype: str, chip: str = "v6e") -> list[tuple
         found.append((config, given))
         q, work = arguments[0], arguments[4]
         out = jnp.zeros((*q.shape[:-1], config.v_head_dim), config.out_dtype)
-        return out, jnp.zeros((*work.token.shape, config.lse_lanes), jnp.float32)
+        return out, jnp.zeros(work_list.lse_shape(work, config), jnp.float32)
 
     def small(**fields):
         sizes = SIZES | (BESIDE if fields["layout"] == "HND128" else {})

@@ -1,9 +1,10 @@
 """`pallas_tpu`: one Mosaic TPU kernel for decode, prefill and mixed batches. The first choice on TPU.
 
 It was never run on a TPU: tests interpret it on CPU and compile it ahead of time for v5e, v5p, v6e and tpu7x. A block
-of all kv heads is one contiguous copy; one in the layout NHD is put into the order HND in VMEM. Only queries and
-outputs are copied to another layout around the kernel. Queries in float16 are multiplied in float32. A float16 cache is
-refused: Mosaic loads no float16, and to read a pool as integers XLA copies it whole in each call.
+of all kv heads is one contiguous copy; one in the layout NHD is put into the order HND in VMEM. Queries and outputs are
+copied as the layer has them, and put into the order of the products in VMEM. Queries in float16 are multiplied in
+float32. A float16 cache is refused: Mosaic loads no float16, and to read a pool as integers XLA copies it whole in each
+call.
 The gradient is that of `sdpa`: the backward pass computes the forward pass again.
 
 A tile of queries is of one request and walks over all its keys, so the bits of a request with one new token are the
@@ -151,7 +152,7 @@ class PallasTpuMetadataBuilder(AttentionMetadataBuilder[PallasTpuMetadata]):
 
 @dataclasses.dataclass(frozen=True)
 class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
-    """Gathers the queries, launches the kernel, and gathers the outputs."""
+    """Launches the kernel, which takes and gives [T H D] as they are."""
 
     can_return_lse_for_decode = True
     invariant: bool = False  # see kernel_config

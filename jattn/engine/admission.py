@@ -131,7 +131,7 @@ def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False,
     from jattn import models
 
     found = sorted({device.process_index for device in mesh.devices.flat})
-    if not spans_processes and found != [jax.process_index()]:
+    if not spans_processes and set(found) - {jax.process_index()}:
         raise UnsupportedError(
             f"the mesh has devices of the processes {found}, and an Engine runs in process {jax.process_index()} only; "
             "use jattn serve --coordinator, or jattn.engine.LockStepEngine"

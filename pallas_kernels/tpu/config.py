@@ -14,6 +14,9 @@ PACK = 16
 
 LANES = 128
 
+TOKENS_TOGETHER = 8
+"""Tokens that row_order.py moves at once."""
+
 LATENT_FORMS = ("split", "whole")
 """How rows [latent | rope] are stored, whose latents are the values. split: ropes in the key pool and latents in the
 value pool. whole: rows in the key pool, and the value pool is not read."""
@@ -156,15 +159,33 @@ class TpuKernelConfig:
 
     @property
     def in_place(self) -> bool:
-        """Are queries and outputs copied as [H D] of a token, in no other order outside?
+        """Are the rows of a kv head read from tokens [H D] as they are? Elsewhere row_order.py orders them once a tile.
 
-        Every tile then has one token, and tile i has token i. A kv head's query heads are `few_rows` rows of [H D] or a
-        part of them: the window of rows that `few_rows` and `shared` describe.
+        Groups of whole packs are such rows if a chunk has whole tokens. A smaller group is where every tile has one
+        token: it is in a window of 8 rows of [H D], which `shared` describes.
         """
-        aligned = self.few_rows == max(self.group, 8) and 8 % min(self.group, 8) == 0 and self.num_heads % PACK == 0
+        if self.group % PACK == 0:
+            return not self.long_tiles or (self.chunk_rows % self.group == 0 and self.beside == 1)
         # half a pack needs a place that is known when the kernel is compiled, so all heads are unrolled
-        known = self.few_rows >= PACK or self.heads_at_once == self.num_kv_heads
-        return self.tile_tokens == 1 and not self.long_tiles and aligned and known
+        known = self.heads_at_once == self.num_kv_heads
+        return self.tile_tokens == 1 and 8 % self.group == 0 and self.num_heads % PACK == 0 and known
+
+    @property
+    def has_windows(self) -> bool:
+        """Are the rows of a kv head in a window of 8 rows, which it may share with others?"""
+        return self.in_place and self.group < PACK
+
+    @property
+    def buffered_tokens(self) -> int:
+        """Tokens of the buffers of queries and outputs."""
+        if self.in_place:
+            return self.rows // self.group if self.long_tiles else 1
+        return cdiv(self.tile_tokens, TOKENS_TOGETHER) * TOKENS_TOGETHER
+
+    @property
+    def ordered_rows(self) -> int:
+        """Rows of each kv head in the buffers of row_order.py."""
+        return 0 if self.in_place else max(self.rows, cdiv(self.buffered_tokens * self.group, PACK) * PACK)
 
     @property
     def shared(self) -> int:
@@ -213,13 +234,17 @@ class TpuKernelConfig:
         wide = lambda dim: cdiv(dim, LANES) * LANES
         item = jnp.dtype(self.dtype).itemsize
         out_item = jnp.dtype(self.out_dtype).itemsize
-        packed = 2 * self.rows * self.num_kv_heads * (wide(self.head_dim) * item + wide(self.v_head_dim) * out_item)
-        packed += 2 * self.rows * self.lse_lanes * 4
+        padded = cdiv(self.num_heads, PACK) * PACK
+        tokens = 2 * self.buffered_tokens * padded * (wide(self.head_dim) * item + wide(self.v_head_dim) * out_item)
+        # words of float32 at most
+        ordered = 4 * (self.num_kv_heads * self.ordered_rows + 2 * TOKENS_TOGETHER * padded * (not self.in_place))
+        tokens += ordered * (wide(self.head_dim * self.beside) + wide(self.v_head_dim))
+        packed = 2 * self.rows * self.lse_lanes * 4
         packed += 2 * self.rows * 4 * (LANES * self.has_ranges + self.bias_lanes * self.qq_bias)
         state = self.num_kv_heads * self.rows * (2 * LANES + wide(self.v_head_dim)) * 4
         table = self.num_kv_heads * self.rows * LANES * 4 if self.columns else 0
         table += 2 * self.chunk_rows * self.staged_keys * (4 + jnp.dtype(self.compute_dtype).itemsize)
-        return self.page_bytes(self.block_keys) + packed + state + table
+        return self.page_bytes(self.block_keys) + tokens + packed + state + table
 
     def page_bytes(self, keys: int) -> int:
         """Bytes of VMEM for the pages of a block of so many keys."""

@@ -1,7 +1,8 @@
 """The DMA copies between HBM and VMEM. Every start has a wait for the same number of bytes.
 
-Keys and values are copied page by page through the block table, all kv heads of a page in one copy; queries, what else
-is given for each row, and outputs pack by pack. Each half of each double buffer has a semaphore of its own.
+Keys and values are copied page by page through the block table, all kv heads of a page in one copy; queries and outputs
+as [tokens H D] of a tile; what else is given for each row, and lse, pack by pack. Each half of each double buffer has a
+semaphore of its own.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.tpu.config import TpuKernelConfig
@@ -32,10 +34,10 @@ class ScalarRefs(NamedTuple):
 class HbmRefs(NamedTuple):
     """Refs in HBM; None where the layer has no such array."""
 
-    q: Any  # [K packs 16 D * beside], or in place [T H D * beside]
+    q: Any  # [T H D], in place [T H D * beside]
     k: Any  # [N K S key_dim]; in the layout NHD [N S K key_dim], in HND128 [N K S*D/128 128]
-    out: Any  # [K packs 16 V], or in place [T H V]
-    lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k, or window k in place
+    out: Any  # [T H V]
+    lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k, or window k
     v: Any = None  # the same with V; None where the values are part of the keys
     k_token: Any = None  # f32[N K S] scales
     v_token: Any = None  # the same of the values
@@ -46,9 +48,9 @@ class HbmRefs(NamedTuple):
 class Buffers(NamedTuple):
     """Scratch in VMEM. A leading 2 is the two halves of a double buffer. None as above."""
 
-    q: Any  # [2 K rows/16 16 D * beside], or in place [2 H D * beside]
+    q: Any  # [2 tokens H D], in place [2 tokens H D * beside]
     k: Any  # [2 pages K *page_dims]; [1 ...] in the layout NHD
-    out: Any  # [2 K rows/16 16 V], or in place [2 H V]
+    out: Any  # [2 tokens H V]
     lse: Any  # f32[2 rows/16 16 lse_lanes]
     m: Any  # f32[K rows 128], all lanes equal
     l: Any  # f32[K rows 128], partial sums: their sum over lanes counts
@@ -61,7 +63,11 @@ class Buffers(NamedTuple):
     bias: Any = None  # f32[2 rows/16 16 bias_lanes]
     k_fetched: Any = None  # [2 pages S K key_dim], in the layout NHD only
     v_fetched: Any = None  # [2 pages S K V]
-    q_windows: Any = None  # [K 16 D * beside], in place: 8 rows of each kv head's query heads, if they are half a pack
+    q_words: Any = None  # these four: see row_order.py
+    q_rows: Any = None
+    out_words: Any = None
+    out_rows: Any = None
+    q_windows: Any = None  # [K 16 D * beside]: the window of each kv head, with config.has_windows
     s: Any = None  # f32[2 chunk_rows staged_keys] logits of two heads, in the body of many rows
     p: Any = None  # [2 chunk_rows staged_keys] their weights
 
@@ -70,9 +76,10 @@ class TileItem(NamedTuple):
     """The scalars of one tile: see work_list.FIELDS."""
 
     req: jax.Array
+    token: jax.Array
+    tokens: jax.Array
     pack: jax.Array
     packs: jax.Array
-    rows: jax.Array
     q_first: jax.Array
     page: jax.Array
     pages: jax.Array
@@ -167,23 +174,25 @@ class Copies:
         self._each_row_copy(i, self._queries, self._rows, lambda copy: copy.wait())
 
     def _each_row_copy(self, i, arrays, packed, do):
-        """do(copy) for the copies of tile i: of `arrays`, whole where they are in place, and of what is `packed`."""
-        if self.config.in_place:
-            do(arrays(i))
-        self._each_pack(i, lambda j, pack: [do(copy) for copy in packed(pack, j, i)])
+        """do(copy) for the copies of tile i: of the tokens, and of what is packed."""
+        item, half = self.item(i), lax.rem(i, 2)
+        do(arrays(*self._tokens(item.token, item.tokens), half))
+        self._each_pack(item, lambda j, pack: [do(copy) for copy in packed(pack, j, half)])
 
-    def _queries(self, i):
-        half = lax.rem(i, 2)
-        return pltpu.make_async_copy(self.hbm.q.at[i], self.buf.q.at[half], self.buf.sems.at[0, half])
+    def _tokens(self, first, count):
+        """(slice of [T H D], slice of a buffer of tokens)."""
+        count = 1 if self.config.tile_tokens == 1 else count
+        return pl.ds(first, count), pl.ds(0, count)
 
-    def _outputs(self, i):
-        half = lax.rem(i, 2)
-        return pltpu.make_async_copy(self.buf.out.at[half], self.hbm.out.at[i], self.buf.sems.at[3, half])
+    def _queries(self, tokens, buffered, half):
+        return pltpu.make_async_copy(self.hbm.q.at[tokens], self.buf.q.at[half, buffered], self.buf.sems.at[0, half])
 
-    def _rows(self, pack, j, i):
-        half = lax.rem(i, 2)
-        if not self.config.in_place:
-            yield pltpu.make_async_copy(self.hbm.q.at[:, pack], self.buf.q.at[half, :, j], self.buf.sems.at[0, half])
+    def _outputs(self, tokens, buffered, half):
+        return pltpu.make_async_copy(
+            self.buf.out.at[half, buffered], self.hbm.out.at[tokens], self.buf.sems.at[3, half]
+        )
+
+    def _rows(self, pack, j, half):
         for name in self.config.row_arrays:
             source, target = getattr(self.hbm, name).at[pack], getattr(self.buf, name).at[half, j]
             yield pltpu.make_async_copy(source, target, self.buf.sems.at[SEMAPHORES.index(name), half])
@@ -196,17 +205,33 @@ class Copies:
         """Waits until they are written; their half may then be used again."""
         self._each_row_copy(i, self._outputs, self._out, lambda copy: copy.wait())
 
-    def _out(self, pack, j, i):
-        half = lax.rem(i, 2)
-        if not self.config.in_place:
-            yield pltpu.make_async_copy(
-                self.buf.out.at[half, :, j], self.hbm.out.at[:, pack], self.buf.sems.at[3, half]
-            )
+    def _out(self, pack, j, half):
         yield pltpu.make_async_copy(self.buf.lse.at[half, j], self.hbm.lse.at[pack], self.buf.sems.at[4, half])
 
-    def _each_pack(self, i, do):
+    def clear_padding(self, count):
+        """Sets the outputs of tokens behind those of all tiles to 0. No output is being written."""
+        last, size, total = self.item(jnp.maximum(count - 1, 0)), self.config.tile_tokens, self.hbm.out.shape[0]
+        end = jnp.where(count > 0, last.token + last.tokens, 0)
+        boxes = lax.div(total - end + (size - 1), size)
+
+        def each(do):
+            def box(j, _):
+                first = end + j * size
+                do(self._outputs(*self._tokens(first, jnp.minimum(total - first, size)), 0))
+                return ()
+
+            lax.fori_loop(0, boxes, box, ())
+
+        def clear(t, _):
+            self.buf.out[0, t] = jnp.zeros(self.buf.out.shape[2:], self.buf.out.dtype)
+            return ()
+
+        lax.fori_loop(0, jnp.minimum(total - end, size), clear, ())
+        each(lambda copy: copy.start())
+        each(lambda copy: copy.wait())
+
+    def _each_pack(self, item: TileItem, do):
         """do(j, pack) for the tile's live packs; without a loop where every tile has one."""
-        item = self.item(i)
         if self.buf.lse.shape[1] == 1:
             do(0, item.pack)
             return

@@ -12,7 +12,7 @@ from pallas_kernels.algebra.checks import check_seen
 from pallas_kernels.tpu.config import TpuKernelConfig
 from pallas_kernels.tpu.paged_attention import launch, logit_and_output_scales, row_columns
 from pallas_kernels.tpu.supports import supports, supports_batch
-from pallas_kernels.tpu.work_list import TpuWorkList, pack_queries
+from pallas_kernels.tpu.work_list import TpuWorkList
 
 
 def ragged_latent_attention(
@@ -51,4 +51,4 @@ def ragged_latent_attention(
     )  # fmt: skip
     one_head = tuple(jnp.expand_dims(pool, 1) for pool in pools)
     scales, by_row = logit_and_output_scales(c, None, None, latent_scale), row_columns(c, by_name)
-    return launch(c, pack_queries(q, work, c), one_head, block_table, work, scales, by_row, interpret=interpret)
+    return launch(c, q, one_head, block_table, work, scales, by_row, interpret=interpret)

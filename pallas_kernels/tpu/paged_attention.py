@@ -2,19 +2,21 @@
 
     ragged_paged_attention
       _check                                   arrays against the config; NotImplementedError where not supported
-      pack_queries                             work_list.py: queries in the order of the tiles
       _launch
         _kernel                                  copies.py moves, query_tile.py computes
-          for tile in the work list:               queries of all kv heads, fetched one tile ahead
+          for tile in the work list:               queries of its tokens, fetched one tile ahead
+            queries as rows of each kv head          row_order.py
             for block in its key range:              whole pages, fetched one block ahead, across tiles too
               for chunk of rows, kv head:              dots -> logits -> (mask) -> online softmax -> values
+            rows as outputs of tokens                row_order.py
             out, lse -> HBM                          written back while the next tile runs
-      unpack                                   work_list.py: outputs and lse back to [T, H, ...]
+          outputs of tokens of no tile := 0
+      lse_of_tokens                            work_list.py: lse in the order [T, H]
 
 Parts of a block that every row of a chunk sees are computed without a mask, parts that none sees are skipped. Keys that
 are not the request's are kept out of every product: the tail of a page may hold NaN. A tile of one token has a body of
-few rows instead of a chunk. Where every tile has one token, queries and outputs are copied from and to [T, H, ...] as
-they are (config.in_place).
+few rows instead of a chunk. Queries and outputs are copied from and to [T, H, ...] as they are; where their rows are no
+whole packs there (config.in_place), they are put into order once a tile.
 """
 
 import functools
@@ -32,8 +34,9 @@ from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 from pallas_kernels.tpu.copies import SEMAPHORES, Buffers, Copies, HbmRefs, ScalarRefs
 from pallas_kernels.tpu.query_tile import QueryTile
+from pallas_kernels.tpu.row_order import output_order, query_order
 from pallas_kernels.tpu.supports import SPILL, supports, supports_batch
-from pallas_kernels.tpu.work_list import TpuWorkList, pack_queries, unpack
+from pallas_kernels.tpu.work_list import TpuWorkList, lse_of_tokens, lse_shape
 
 
 def ragged_paged_attention(
@@ -66,21 +69,20 @@ def ragged_paged_attention(
     by_name = dict(q_scale=q_scale, slope=alibi_slopes, sink=sinks, qq_bias=qq_bias)
     tokens = (k_token_scale, v_token_scale)
     _check(q, k_pages, v_pages, block_table, work, config, by_name, tokens, chip)
-    packed = pack_queries(q, work, config)
     scales, columns = logit_and_output_scales(config, q_scale, k_scale, v_scale), row_columns(config, by_name)
     pools = (k_pages, v_pages, *(x for x in tokens if x is not None))
     bias = None if qq_bias is None else bias_rows(qq_bias, work, config)
-    return launch(config, packed, pools, block_table, work, scales, columns, bias, interpret=interpret)
+    return launch(config, q, pools, block_table, work, scales, columns, bias, interpret=interpret)
 
 
-def launch(
-    config: TpuKernelConfig, packed, pools, block_table, work: TpuWorkList, scales, columns, bias=None, *, interpret
-):
-    """(out [T, H, V], lse f32[T, H]) of packed queries over the arrays of config.paged_arrays."""
+def launch(config: TpuKernelConfig, q, pools, block_table, work: TpuWorkList, scales, columns, bias=None, *, interpret):
+    """(out [T, H, V], lse f32[T, H]) of queries [T, H, D] over the arrays of config.paged_arrays."""
+    if config.in_place:  # elsewhere row_order.py puts copies of a query side by side
+        q = jnp.tile(q, (1, 1, config.beside))
     given = dict(ranges=work.ranges, bias=bias)
     rows = tuple(given[name] for name in config.row_arrays)
-    out, lse = _launch(config, packed, pools, rows, block_table, work, scales, columns, interpret=interpret)
-    return unpack(out, lse, work, config)
+    out, lse = _launch(config, q, pools, rows, block_table, work, scales, columns, interpret=interpret)
+    return out, lse_of_tokens(lse, work, config)
 
 
 def logit_and_output_scales(c: TpuKernelConfig, q_scale, k_scale, v_scale) -> jax.Array:
@@ -131,7 +133,7 @@ def _check(q, k_pages, v_pages, block_table, work: TpuWorkList, config: TpuKerne
 
 
 def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, columns, *, interpret):
-    """(out [K packs 16 V] or in place [T H V], lse f32[packs 16 lse_lanes]). Rows of no tile are not written."""
+    """(out [T H V], lse f32[packs 16 lse_lanes]). The lse of no tile is not written."""
     whole = pl.BlockSpec(memory_space=pl.ANY)
     tables = () if columns is None else (columns,)
     return pl.pallas_call(
@@ -145,7 +147,7 @@ def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, 
         ),
         out_shape=[
             jax.ShapeDtypeStruct((*q.shape[:-1], config.v_head_dim), config.out_dtype),
-            jax.ShapeDtypeStruct((*work.token.shape, config.lse_lanes), jnp.float32),
+            jax.ShapeDtypeStruct(lse_shape(work, config), jnp.float32),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",), vmem_limit_bytes=config.vmem_bytes() + SPILL, disable_bounds_checks=True
@@ -159,9 +161,9 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
     """The fields of Buffers that this config has."""
     packs, f32, heads, pages = c.rows // PACK, jnp.float32, c.num_kv_heads, (c.block_pages, c.num_kv_heads)
     stored = jnp.dtype(c.kv_dtype)
-    tile = (c.num_heads,) if c.in_place else (heads, packs, PACK)
+    tile, q_dim = (c.buffered_tokens, c.num_heads), c.head_dim * (c.beside if c.in_place else 1)
     found = dict(
-        q=pltpu.VMEM((2, *tile, c.head_dim * c.beside), jnp.dtype(c.dtype)),
+        q=pltpu.VMEM((2, *tile, q_dim), jnp.dtype(c.dtype)),
         out=pltpu.VMEM((2, *tile, c.v_head_dim), jnp.dtype(c.out_dtype)),
         lse=pltpu.VMEM((2, packs, PACK, c.lse_lanes), f32),
         m=pltpu.VMEM((heads, c.rows, LANES), f32),
@@ -175,7 +177,10 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
             found[f"{name}_fetched"] = pltpu.VMEM((2, c.block_pages, c.page_size, heads, dim), stored)
         if c.token_scales:
             found[f"{name}_token"] = pltpu.VMEM((2, *pages, c.page_size), f32)
-    if c.in_place and c.few_rows < PACK:
+    if not c.in_place:
+        found["q_words"], found["q_rows"] = query_order(c).scratch(c.ordered_rows)
+        found["out_words"], found["out_rows"] = output_order(c).scratch(c.ordered_rows)
+    if c.has_windows:
         found["q_windows"] = pltpu.VMEM((heads, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype))
     if c.staged_keys:
         step = (2, c.chunk_rows, c.staged_keys)
@@ -235,3 +240,4 @@ def _kernel(*refs, config: TpuKernelConfig, num_columns: int):
     lax.fori_loop(0, count, walk, jnp.int32(0))
     for back in (2, 1):
         pl.when(count >= back)(lambda back=back: copies.wait_out(count - back))
+    copies.clear_padding(count)

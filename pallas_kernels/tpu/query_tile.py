@@ -19,6 +19,7 @@ from pallas_kernels.algebra.logits import shape_logits
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig, largest_divisor
 from pallas_kernels.tpu.copies import Buffers, TileItem
+from pallas_kernels.tpu.row_order import output_order, query_order
 
 LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # subtracted where a row has seen no key: -inf - LOWEST is -inf
@@ -47,12 +48,15 @@ class QueryTile:
     half: Any  # i32[] half of the double buffers of queries and outputs
 
     def start(self):
-        """Sets the state of every row to that of no key."""
+        """Puts the queries into the order of rows, and sets the state of every row to that of no key."""
+        if not self.c.in_place:
+            tokens = self.buf.q.at[self.half]
+            query_order(self.c).to_rows(tokens, self.buf.q_words, self.buf.q_rows, self.item.tokens)
 
         def fresh(heads, first, rows):
             for head in heads:
-                if self.buf.q_windows is not None:  # once a tile: half a pack is not read again in each block
-                    self.buf.q_windows[head, :rows] = self.buf.q[self.half, self._rows_of(self._window(head))]
+                if self.c.has_windows:  # once a tile: half a pack is not read again in each block
+                    self.buf.q_windows[head, :rows] = self.buf.q[self.half, 0, self._rows_of(self._window(head))]
                 at = (head, pl.ds(first, rows))
                 m, l, self.buf.acc[at] = softmax.start((rows,), self.c.acc_dim)
                 self.buf.m[at], self.buf.l[at] = _lanes(m, LANES), _lanes(l, LANES)
@@ -167,7 +171,7 @@ class QueryTile:
 
     def finish(self):
         """Writes the output and the lse of the state; lane k of the lse is kv head k."""
-        if self.c.in_place:
+        if self.c.has_windows:
             return _heads(self.c, self.c.short_heads, self._finish_windows)
 
         def end(heads, first, rows):
@@ -175,16 +179,18 @@ class QueryTile:
             lses = jnp.zeros((rows, self.c.lse_lanes), jnp.float32)
             for head in heads:
                 out, lse = self._finished(head, first, rows)
-                out = out.astype(self.buf.out.dtype)
                 lses = jnp.where(lane == head, lse[:, None], lses)
-                if rows < PACK:
-                    self.buf.out[self.half, head, 0, :rows] = out
+                if self.c.in_place:
+                    out = out.astype(self.buf.out.dtype).reshape(-1, self.c.group, out.shape[1])
+                    self.buf.out[self.half, *self._tokens_of(head, first, rows)] = out
                 else:
-                    packs = _packs(first, rows)
-                    self.buf.out[self.half, head, packs] = out.reshape(rows // PACK, PACK, -1)
+                    output_order(self.c).write(self.buf.out_rows, head, first, out)
             self._keep_lse(lane, heads, lses, first, rows)
 
         self._each(end)
+        if not self.c.in_place:
+            tokens = self.buf.out.at[self.half]
+            output_order(self.c).to_tokens(self.buf.out_rows, self.buf.out_words, tokens, self.item.tokens)
 
     def _finish_windows(self, heads):
         """The same where several heads share a window of rows; lane k of the lse is window k."""
@@ -201,7 +207,7 @@ class QueryTile:
                 total = out if total is None else jnp.where(mine, out, total)
                 lses = jnp.where((lane == window) & mine, lse[:, None], lses)
             assert total is not None
-            self.buf.out[self.half, self._rows_of(window)] = total.astype(self.buf.out.dtype)
+            self.buf.out[self.half, 0, self._rows_of(window)] = total.astype(self.buf.out.dtype)
         self._keep_lse(lane, windows, lses, 0, rows)
 
     def _finished(self, head, first, rows: int):
@@ -213,13 +219,19 @@ class QueryTile:
         return out * self.scales[self.c.num_kv_heads + head], lse
 
     def _window(self, head):
-        """The window of a kv head's query heads, in place."""
+        """The window of a kv head's query heads."""
         return head // self.c.shared if self.c.shared > 1 else head
 
     def _rows_of(self, window):
         """The rows of a window in [H D]."""
         rows = self.c.few_rows
         return pl.ds(window * rows if isinstance(window, int) else pl.multiple_of(window * rows, rows), rows)
+
+    def _tokens_of(self, head, first, rows: int):
+        """Where rows of a kv head are in [tokens H D], in place."""
+        group = self.c.group
+        heads = head * group if isinstance(head, int) else pl.multiple_of(head * group, PACK)
+        return pl.ds(lax.div(jnp.int32(first), jnp.int32(group)), rows // group), pl.ds(heads, group)
 
     def _whole_sum(self, acc):
         """f32[rows V]: the sum over groups of lanes."""
@@ -246,7 +258,7 @@ class QueryTile:
 
     def _few_or_chunks(self, few, chunk):
         """few() if the tile has few rows, else chunk(first row) for each of its live chunks."""
-        c = self.c
+        c, live = self.c, self.item.tokens * self.c.group
         if not c.long_tiles:
             return few()
 
@@ -255,9 +267,9 @@ class QueryTile:
                 chunk(pl.multiple_of(i * c.chunk_rows, c.chunk_rows))
                 return ()
 
-            lax.fori_loop(0, lax.div(self.item.rows + c.chunk_rows - 1, c.chunk_rows), one, ())
+            lax.fori_loop(0, lax.div(live + c.chunk_rows - 1, c.chunk_rows), one, ())
 
-        return lax.cond(self.item.rows <= c.few_rows, few, chunks)
+        return lax.cond(live <= c.few_rows, few, chunks)
 
     def _step(self, keys: KeyPart, heads, first, rows: int, together: int):
         """One step of the recurrence for some heads and rows.
@@ -332,9 +344,11 @@ class QueryTile:
         return _dot(q[:, :latent], self._stored(self.buf.v, keys, head), 1) + _dot(q[:, latent:], k, 1)
 
     def _by_group(self, x):
-        """x [rows 128], once for each group of lanes, with 0 in the others."""
-        group = self._group_of(lax.broadcasted_iota(jnp.int32, x.shape, 1))
-        return [jnp.where(group == i, x, jnp.zeros_like(x)) for i in range(self.c.beside)]
+        """x [rows 128], once for each group of lanes, with 0 in the others; chosen as words, which are half as many."""
+        words = x if x.dtype == jnp.float32 else pltpu.bitcast(x, jnp.uint32)
+        group = self._group_of(lax.broadcasted_iota(jnp.int32, words.shape, 1))
+        chosen = [jnp.where(group == i, words, jnp.zeros_like(words)) for i in range(self.c.beside)]
+        return chosen if words is x else [pltpu.bitcast(y, x.dtype) for y in chosen]
 
     def _stored(self, buffer, keys: KeyPart, head):
         """[keys dim] of a head, in the dtype of the products."""
@@ -384,7 +398,7 @@ class QueryTile:
 
     def _given(self, buffer, first, rows: int):
         """[rows lanes] of what was fetched for each row."""
-        if self.c.in_place:  # of one token, whose first rows alone were given
+        if self.c.has_windows:  # of one token, whose first rows alone were given
             return jnp.broadcast_to(buffer[self.half, 0, :1], (rows, buffer.shape[-1]))
         if rows < PACK:
             return buffer[self.half, 0, :rows]
@@ -419,7 +433,7 @@ class QueryTile:
             return None, None, None
         row = first + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
         kv_pos = self._positions(keys.first + self._keys_of_columns(shape[1]))
-        q_pos = self.item.q_first + (jnp.zeros_like(row) if c.in_place else _token_of(c, row))
+        q_pos = self.item.q_first + (jnp.zeros_like(row) if c.has_windows else _token_of(c, row))
         if not c.has_functions:
             return None, q_pos, kv_pos
         return tuple(jnp.broadcast_to(x, shape) for x in (head * c.group + _member_of(c, row), q_pos, kv_pos))
@@ -474,14 +488,11 @@ class QueryTile:
 
     def _queries(self, head, first, rows: int):
         """[rows D] of a head."""
-        if self.buf.q_windows is not None:
+        if self.c.has_windows:
             return self.buf.q_windows[head, :rows]
         if self.c.in_place:
-            return self.buf.q[self.half, self._rows_of(self._window(head))]
-        if rows < PACK:
-            return self.buf.q[self.half, head, 0, :rows]
-        packs = _packs(first, rows)
-        return self.buf.q[self.half, head, packs].reshape(rows, self.buf.q.shape[-1])
+            return self.buf.q[self.half, *self._tokens_of(head, first, rows)].reshape(rows, -1)
+        return query_order(self.c).read(self.buf.q_rows, head, first, rows)
 
     def _column(self, name: str, head, first, rows: int):
         """f32[rows 1]: a number of each row, or None where the layer has none of that name."""

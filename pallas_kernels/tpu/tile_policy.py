@@ -35,7 +35,7 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     if "part_kv" not in fields:  # of any batch, so that a decode's bits do not depend on the others
         if config.beside > 2:  # so that each group of lanes has whole registers of keys
             fields["part_kv"] = LANES * config.beside
-        elif config.page_bytes(config.part_keys) > MANY_BYTES:
+        elif config.page_bytes(config.part_keys) >= MANY_BYTES:
             fields["part_kv"] = LANES
         config = TpuKernelConfig(**fields)
     found: dict[str, Any] = dict(

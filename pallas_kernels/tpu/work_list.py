@@ -1,11 +1,12 @@
-"""The work list of the TPU kernel: its query tiles in order, and how queries are packed for them.
+"""The work list of the TPU kernel: its query tiles in order, and the order of what the kernel has for each row.
 
-The kernel walks TpuWorkList.items one after the other. algebra/schedule.py divides a request's queries into tiles. The
-rows of a tile, token after token and within a token the G heads of a kv head, lie in packs of 16:
+The kernel walks TpuWorkList.items one after the other. algebra/schedule.py divides a request's queries into tiles of
+consecutive tokens, whose queries and outputs are copied from and to [T H D] as they are. What else is given or written
+for each row (ranges, biases, lse), token after token and within a token the G heads of a kv head, lies in packs of 16:
 
     tile i holds packs first_pack[i] .. first_pack[i] + ceil(tokens * G / 16) - 1
 
-A tile thus begins on a whole VMEM tile for any lengths of a batch, and the kernel never copies a part of one.
+There a tile begins on a whole VMEM tile for any lengths of a batch, and the kernel never copies a part of one.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ from pallas_kernels.algebra.schedule import SchedulePlan, make_schedule
 from pallas_kernels.algebra.token_ranges import bounds_of_tokens
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 
-FIELDS = ("req", "pack", "packs", "rows", "q_first", "page", "pages", "kv_start", "kv_end", "full_start", "full_end",
-          "causal")  # fmt: skip
-"""One i32 a tile for each: the request; first pack, live packs and live rows; position of the first query; first column
-of the block table and number of columns; keys that some row sees and keys that every row sees (half open; positions, or
-with keys on several ranks indices among those of this rank); is it causal. fields_of may add: context, the position of
-the request's first new token; rank, this rank."""
+FIELDS = ("req", "token", "tokens", "pack", "packs", "q_first", "page", "pages", "kv_start", "kv_end", "full_start",
+          "full_end", "causal")  # fmt: skip
+"""One i32 a tile for each: the request; first token and number of tokens; first pack and live packs; position of the
+first query; first column of the block table and number of columns; keys that some row sees and keys that every row sees
+(half open; positions, or with keys on several ranks indices among those of this rank); is it causal. fields_of may add:
+context, the position of the request's first new token; rank, this rank."""
 
 
 def fields_of(config: TpuKernelConfig) -> tuple[str, ...]:
@@ -39,16 +40,14 @@ class TpuWorkList:
 
     count: jax.Array  # i32[1] live tiles
     items: jax.Array  # i32[fields * tiles], field after field; flat, since SMEM pads the rows of a matrix
-    token: jax.Array  # i32[packs 16] token of each row, T where there is none
-    member: jax.Array  # i32[packs 16] head of the group
     row: jax.Array  # i32[T] index of a token's first row, flat in packs 16; past the end for padding
     ranges: jax.Array | None = None  # i32[packs 16 128], with config.has_ranges: see copies.HbmRefs
     new: jax.Array | None = None  # i32[packs 16], with config.qq_bias: index of a row among its request's new tokens
 
 
 def num_packs(num_tokens: int, num_tiles: int, config: TpuKernelConfig) -> int:
-    """Static upper bound: each tile wastes less than one pack, and the last one may read rows past its end."""
-    return num_tokens * config.group // PACK + num_tiles + config.rows // PACK
+    """Static upper bound: each tile wastes less than one pack."""
+    return num_tokens * config.group // PACK + num_tiles
 
 
 def build_work_list(
@@ -68,7 +67,7 @@ def build_work_list(
     schedule = make_schedule(starts, lengths, rule, sizes, num_tokens=num_tokens, max_seq_len=1, causal=flags, xp=jnp)
     items = schedule.items
     packs = cdiv(items.q_num * config.group, PACK)
-    ends = jnp.cumsum(packs, dtype=jnp.int32)
+    first_pack = jnp.cumsum(packs, dtype=jnp.int32) - packs
     query = (starts[1:] - starts[:-1])[items.req_id]
     q_first = items.seq_len - query + items.q_start - starts[items.req_id]
     if ranges is not None:  # a token that sees no key must not stretch its tile's range
@@ -82,20 +81,19 @@ def build_work_list(
         full_end = jnp.minimum(full_end, context)
     page = kv_start // config.page_size
     fields = dict(
-        req=items.req_id, pack=ends - packs, packs=packs, rows=items.q_num * config.group, q_first=q_first,
+        req=items.req_id, token=items.q_start, tokens=items.q_num, pack=first_pack, packs=packs, q_first=q_first,
         page=page, pages=cdiv(kv_end, config.page_size) - page, kv_start=kv_start, kv_end=kv_end,
         full_start=full_start, full_end=full_end,
         causal=jnp.ones_like(packs) if flags is None else flags[items.req_id],
         context=context, rank=jnp.broadcast_to(jnp.asarray(0 if rank is None else rank, jnp.int32), packs.shape),
     )  # fmt: skip
-    token, member, row = _rows(items, packs, ends, num_tokens, config)
+    placed = items, first_pack, num_tokens, config
+    token = _token_of_rows(*placed)  # of ranges and biases only
     first = jnp.append(starts, 0)[jnp.searchsorted(starts[1:], token, side="right")] if config.qq_bias else None
     return TpuWorkList(
         count=schedule.num_items[None].astype(jnp.int32),
         items=jnp.concatenate([fields[name].astype(jnp.int32) for name in fields_of(config)]),
-        token=token,
-        member=member,
-        row=row,
+        row=_row_of_tokens(*placed),
         ranges=None if ranges is None else _in_lanes(ranges.at[token].get(mode="fill", fill_value=0)),
         new=None if first is None else token - first,
     )
@@ -137,52 +135,45 @@ def _seen_by_all(items, q_first, config: TpuKernelConfig, causal):
     return start, key_range(config.mask, q_first, q_first, end, causal)[1]
 
 
-def _rows(items, packs, ends, num_tokens: int, config: TpuKernelConfig):
-    """The fields token, member and row of TpuWorkList."""
-    group, tiles = config.group, packs.shape[0]
-    count = num_packs(num_tokens, tiles, config)
-    pack = jnp.arange(count, dtype=jnp.int32)
+def _row_of_tokens(items, first_pack, num_tokens: int, config: TpuKernelConfig):
+    """The field row of TpuWorkList."""
+    past = num_packs(num_tokens, first_pack.shape[0], config) * PACK
+    ends, token = jnp.cumsum(items.q_num, dtype=jnp.int32), jnp.arange(num_tokens, dtype=jnp.int32)
+    tile = jnp.minimum(jnp.searchsorted(ends, token, side="right"), first_pack.shape[0] - 1)
+    row = first_pack[tile] * PACK + (token - items.q_start[tile]) * config.group
+    return jnp.where(token < ends[-1], row, past)
+
+
+def _token_of_rows(items, first_pack, num_tokens: int, config: TpuKernelConfig):
+    """i32[packs 16] token of each row, T where there is none."""
+    tiles = first_pack.shape[0]
+    ends = first_pack + cdiv(items.q_num * config.group, PACK)
+    pack = jnp.arange(num_packs(num_tokens, tiles, config), dtype=jnp.int32)
     tile = jnp.minimum(jnp.searchsorted(ends, pack, side="right"), tiles - 1)
-    local = (pack - (ends - packs)[tile])[:, None] * PACK + jnp.arange(PACK, dtype=jnp.int32)[None]
-    live = (local < (items.q_num * group)[tile][:, None]) & (pack < ends[-1])[:, None]
-    token = jnp.where(live, items.q_start[tile][:, None] + local // group, num_tokens)
-    flat = jnp.arange(count * PACK, dtype=jnp.int32).reshape(count, PACK)
-    first = live & (local % group == 0)
-    row = jnp.full(num_tokens, count * PACK, jnp.int32)
-    row = row.at[jnp.where(first, token, num_tokens)].set(flat, mode="drop")
-    return token, local % group, row
+    token = ((pack - first_pack[tile])[:, None] * PACK + jnp.arange(PACK, dtype=jnp.int32)[None]) // config.group
+    live = (token < items.q_num[tile][:, None]) & (pack < ends[-1])[:, None]
+    return jnp.where(live, items.q_start[tile][:, None] + token, num_tokens)
 
 
-def pack_queries(q: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> jax.Array:
-    """[T H D] -> [K packs 16 D]; rows of no token are 0. Where keys lie side by side, so do copies of a query.
+def lse_shape(work: TpuWorkList, config: TpuKernelConfig) -> tuple[int, int, int]:
+    """(packs, 16, lanes) of the lse as the kernel writes it."""
+    tiles = work.items.shape[0] // len(fields_of(config))
+    return num_packs(work.row.shape[0], tiles, config), PACK, config.lse_lanes
 
-    Where they are taken in place: only these copies.
+
+def lse_of_tokens(lse: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> jax.Array:
+    """f32[packs 16 lanes] as the kernel wrote it -> f32[T H]; tokens of no tile get -inf.
+
+    Of long tiles a gather by XLA, which is gone where nobody takes the lse.
     """
-    q = jnp.tile(q, (1, 1, config.beside))
-    if config.in_place:
-        return q
-    num_tokens, heads, dim = q.shape
-    by_group = q.reshape(num_tokens, config.num_kv_heads, config.group, dim)
-    taken = by_group.at[work.token, :, work.member].get(mode="fill", fill_value=0)  # [packs 16 K D]
-    return jnp.moveaxis(taken, 2, 0)
-
-
-def unpack_rows(packed: jax.Array, work: TpuWorkList, config: TpuKernelConfig, fill: float) -> jax.Array:
-    """[K packs 16 V] -> [T H V]; tokens of no tile get `fill`."""
-    kv_heads, dim = packed.shape[0], packed.shape[-1]
-    rows = work.row[:, None] + jnp.arange(config.group, dtype=jnp.int32)[None]  # [T G]
-    taken = packed.reshape(kv_heads, -1, dim).at[:, rows].get(mode="fill", fill_value=fill)  # [K T G V]
-    return jnp.moveaxis(taken, 0, 1).reshape(rows.shape[0], -1, dim)
-
-
-def unpack(out: jax.Array, lse: jax.Array, work: TpuWorkList, config: TpuKernelConfig) -> tuple[jax.Array, jax.Array]:
-    """What the kernel wrote -> (out [T H V], lse f32[T H]); tokens of no tile get 0 and -inf."""
-    c = config
-    if not c.in_place:
-        by_head = jnp.moveaxis(lse[..., : c.num_kv_heads], -1, 0)[..., None]  # [K packs 16 1]
-        return unpack_rows(out, work, c, 0.0), unpack_rows(by_head, work, c, float("-inf"))[..., 0]
-    tokens = out.shape[0]
-    live = (jnp.arange(tokens, dtype=jnp.int32) < work.count)[:, None]
-    rows = lse[: tokens * c.packs_of_token].reshape(tokens, c.packs_of_token * PACK, -1)
-    by_head = jnp.swapaxes(rows[:, : c.few_rows, : c.num_heads // c.few_rows], 1, 2).reshape(tokens, -1)
-    return jnp.where(live[..., None], out, jnp.zeros_like(out)), jnp.where(live, by_head, float("-inf"))
+    c, tokens = config, work.row.shape[0]
+    if c.tile_tokens == 1:  # tile i has token i: its rows are a slice
+        group = c.few_rows if c.has_windows else c.group
+        rows = lse[: tokens * c.packs_of_token].reshape(tokens, c.packs_of_token * PACK, -1)[:, :group]
+        live = (jnp.arange(tokens, dtype=jnp.int32) < work.count)[:, None, None]
+        rows = jnp.where(live, rows[..., : c.num_heads // group], float("-inf"))
+    else:
+        at = work.row[:, None] + jnp.arange(c.group, dtype=jnp.int32)[None]  # [T G]
+        flat = lse.reshape(-1, c.lse_lanes)[:, : c.num_kv_heads]
+        rows = flat.at[at].get(mode="fill", fill_value=float("-inf"))  # [T G K]
+    return jnp.swapaxes(rows, 1, 2).reshape(tokens, c.num_heads)

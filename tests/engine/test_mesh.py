@@ -394,6 +394,11 @@ def test_a_mesh_that_the_engine_cannot_use_is_refused():
         engine(mesh=Mesh(devices, ("x",)))
     with pytest.raises(TypeError, match="mesh"):
         engine(mesh=devices)
+    with pytest.raises(ValueError, match=r"the mesh has no device: its axes are \{'tensor': 0\}"):
+        engine(mesh=Mesh(np.empty(0, object), ("tensor",)))
+    for other in (list(devices), jax.sharding.AbstractMesh((2,), ("tensor",))):
+        with pytest.raises(TypeError, match=r"mesh must be Mesh, got .*; make one with jax.sharding.Mesh"):
+            models.ModelMesh.of(models.config_of(COMMON | dict(model_type="llama")), other)
 
 
 def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):

@@ -256,3 +256,48 @@ def test_only_backends_that_can_are_asked():
         jattn.PagedAttention(spec, cache_spec, parallel=uneven).build(Problem().meta.replace(block_size=8))
     with pytest.raises(ValueError, match="this rank has every key"):
         jattn.PagedAttention(spec, cache_spec).build(with_dcp(Problem().meta, 2, 0))
+
+
+# ---------------------------------------------------------------------- what the two steps are given
+
+
+def small_step(make, where, **features):
+    """A step of a layer with 4 heads, a batch of 3 and 1 tokens, and its arguments."""
+    spec = jattn.AttentionSpec(num_heads=4, head_dim=8, **features)
+    cache_spec = jattn.KVCacheSpec(num_blocks=8, block_size=2, num_kv_heads=4, head_dim=8, dtype="float32")
+    size = 2 * (max(where.shape[AXIS], 1) if make is decode_context_parallel else 1)
+    meta = jattn.CommonAttentionMetadata.from_lengths([3, 1], [3, 1], [[1, 0], [2, 0]], size)
+    q, k, v = np.random.default_rng(0).normal(size=(3, 4, 4, 8)).astype(np.float32)
+    return make(spec, cache_spec, where, AXIS), (q, k, v, jattn.empty_cache(cache_spec), meta)
+
+
+@pytest.mark.parametrize("make", [tensor_parallel, decode_context_parallel])
+def test_a_mesh_of_make_mesh_and_lists_are_taken(make):
+    """jax.make_mesh gives Explicit axes; JAX refuses to divide arrays over them, and our message names make_mesh."""
+    explicit = jax.make_mesh((2,), (AXIS,))
+    step, (q, k, v, cache, meta) = small_step(make, explicit)
+    wanted = jattn.attention(q, k, v, jattn.CommonAttentionMetadata.from_lengths([3, 1], [3, 1], None, 2),
+                             jattn.AttentionSpec(num_heads=4, head_dim=8), backend="sdpa")  # fmt: skip
+    _, state = step(q.tolist(), k.tolist(), v.tolist(), cache, meta)
+    np.testing.assert_allclose(state.out, wanted.out, atol=1e-5)
+    with jax.set_mesh(explicit), pytest.raises(jattn.UnsupportedError, match="set_mesh.*ranks.*outside"):
+        step(q, k, v, cache, meta)
+
+
+@pytest.mark.parametrize("make", [tensor_parallel, decode_context_parallel])
+@pytest.mark.parametrize("devices", [[], [0, 0]])
+def test_a_mesh_without_devices_or_with_one_twice_is_refused(make, devices):
+    bad = Mesh(np.array([jax.devices()[i] for i in devices], object), (AXIS,))
+    with pytest.raises(ValueError, match=r"has the devices \[.*one or more, each once"):
+        small_step(make, bad)
+
+
+def test_params_of_divided_heads_are_refused_by_their_whole_shape():
+    step, arguments = small_step(tensor_parallel, mesh(2))
+    for name, shape in (("q_scale", (3,)), ("k_scale", (2,)), ("v_scale", (1,))):
+        params = jattn.AttentionParams(**{name: np.ones(shape, np.float32)})
+        with pytest.raises(ValueError, match=rf"params.{name}.shape=\({shape[0]},\) must be \(\) or \(4,\)"):
+            step(*arguments, params)
+    step, arguments = small_step(tensor_parallel, mesh(2), has_sinks=True)
+    with pytest.raises(ValueError, match=r"params.sinks.shape=\(3,\) must be \(4,\)"):
+        step(*arguments, jattn.AttentionParams(sinks=np.zeros(3, np.float32)))

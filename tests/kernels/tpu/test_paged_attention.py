@@ -14,6 +14,7 @@ from tests.cases import CASES, FEATURES, Case, Feature
 from tests.kernels.tpu.interpreted import SMALL, V6E, judge
 
 LONG = Case("long", (1, 40, 1, 3), (1100, 300, 40, 20))
+ENDS = Case("no tile is whole", (1, 0, 137, 2, 0, 9, 1), (40, 30, 150, 2, 0, 80, 1))
 ALL = Feature(
     "all",
     dict(sliding_window=(40, 3), chunk_size=37, logits_soft_cap=1.5, has_alibi=True, has_sinks=True, scale=0.3),
@@ -92,6 +93,15 @@ ROWS = {
             quant="per_head",
         ),
     ),
+    "tiles that end anywhere, pairs of heads in three pieces of lanes": (
+        "on_wait",
+        dict(case=ENDS, heads=8, kv_heads=2, head_dim=256, v_head_dim=80, feature=FEATURES["mm_prefix_window"]),
+    ),
+    "the same, eager, rows in place": ("eager", dict(case=ENDS, heads=16, kv_heads=1)),
+    "the same, a head of its own to a word, output in float32": (
+        "eager", dict(case=ENDS, heads=5, kv_heads=5, head_dim=16, feature=QUANTISED),
+    ),
+    "no new tokens": ("on_wait", dict(case=Case("no new tokens", (0, 0), (5, 9)))),
     "132 kv heads": ("on_wait", dict(case=CASES["single_token"], heads=132, kv_heads=132, head_dim=16)),
 }  # fmt: skip
 

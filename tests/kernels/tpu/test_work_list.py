@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,16 +28,19 @@ def work_of(case, config: TpuKernelConfig, pad: int = 3):
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("mixed", 1), ("empty_in_the_middle", 3), ("speculative", 4)])
-def test_packed_queries_come_back_and_padding_gets_the_fill(name, ratio):
+def test_the_lse_of_rows_comes_back_to_tokens_and_padding_gets_minus_infinity(name, ratio):
     config = TpuKernelConfig(**SHAPE | dict(num_heads=2 * ratio), **RULES, tile_rows=32, chunk_rows=16)
     work, tokens, fields = work_of(CASES[name], config)
-    q = jax.random.normal(jax.random.key(0), (tokens, 2 * ratio, 64))
-    packed = work_list.pack_queries(q, work, config)
-    assert packed.shape[1] >= (fields["pack"] + config.rows // PACK).max(initial=0), "reads past the end"
-    back = np.array(work_list.unpack_rows(packed, work, config, -7.0))
+    packs, pack, lanes = work_list.lse_shape(work, config)
+    written = np.full((packs * pack, lanes), np.nan, np.float32)
+    want = np.random.default_rng(0).standard_normal((tokens, 2 * ratio)).astype(np.float32)
+    for token, number, first in zip(*(fields[key] for key in ("token", "tokens", "pack")), strict=True):
+        rows = want[token : token + number].reshape(number, 2, ratio).swapaxes(1, 2).reshape(-1, 2)
+        written[first * pack :][: len(rows), :2] = rows
+    back = work_list.lse_of_tokens(jnp.asarray(written).reshape(packs, pack, lanes), work, config)
     live = CASES[name].num_tokens
-    np.testing.assert_array_equal(back[:live], q[:live])
-    assert (back[live:] == -7.0).all()
+    np.testing.assert_array_equal(back[:live], want[:live])
+    assert np.isneginf(back[live:]).all()
 
 
 @pytest.mark.parametrize("name", ["mixed_unsorted", "empty_in_the_middle", "cached_but_idle"])
@@ -46,8 +48,10 @@ def test_tiles_hold_every_row_once_and_their_packs_do_not_meet(name):
     config = TpuKernelConfig(**SHAPE, **RULES, tile_rows=32, chunk_rows=16)
     case = CASES[name]
     _, _, fields = work_of(case, config)
-    assert fields["rows"].sum() == case.num_tokens * config.group
-    assert (fields["rows"] <= config.rows).all() and (fields["packs"] * PACK >= fields["rows"]).all()
+    rows = fields["tokens"] * config.group
+    assert rows.sum() == case.num_tokens * config.group
+    np.testing.assert_array_equal(fields["token"], np.cumsum(fields["tokens"]) - fields["tokens"])
+    assert (rows <= config.rows).all() and (fields["packs"] * PACK >= rows).all()
     np.testing.assert_array_equal(fields["pack"], np.cumsum(fields["packs"]) - fields["packs"])
     assert (fields["full_end"] <= np.asarray(case.seq_lens)[fields["req"]]).all()
     assert (fields["page"] * 16 <= fields["kv_start"]).all()
@@ -64,7 +68,7 @@ def test_sizes_follow_the_batch_and_stay_within_their_share():
     assert (wide.block_kv, wide.tile_rows) == (128, 128)
 
 
-def test_decodes_take_queries_in_place_where_their_windows_are_known_when_the_kernel_is_compiled():
+def test_rows_are_read_in_place_where_they_are_whole_packs_or_windows_known_when_the_kernel_is_compiled():
     sizes = RULES | dict(head_dim=64, v_head_dim=64, page_size=16, dtype="float32", longest=1)
     in_place = lambda heads, kv_heads, **more: (
         tile_policy.default_config(**sizes | more, num_heads=heads, num_kv_heads=kv_heads).in_place
@@ -72,7 +76,9 @@ def test_decodes_take_queries_in_place_where_their_windows_are_known_when_the_ke
     assert in_place(32, 8) and in_place(16, 8) and in_place(32, 2) and in_place(128, 1)
     assert not in_place(32, 32), "a loop over heads: tpu7x takes no half pack from a place that it does not know"
     assert not in_place(12, 4) and not in_place(28, 4), "parts of packs"
-    assert not in_place(32, 8, longest=4), "tiles of several tokens"
+    assert not in_place(32, 8, longest=4) and in_place(32, 1, longest=4), "tiles of several tokens"
+    assert not in_place(48, 1, longest=100), "a chunk of 128 rows ends within a token"
+    assert not in_place(16, 1, longest=100, layout="HND128"), "copies of a query lie side by side in a row"
 
 
 def test_what_does_not_fit_is_named_with_value_limit_and_chip():
