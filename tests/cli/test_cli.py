@@ -106,7 +106,8 @@ def test_a_full_disk_is_a_sentence_with_the_way_out(command):
     done = typed(f"{command} > /dev/full")
     assert done.returncode == 2
     assert done.stderr == (
-        "jattn: the output cannot be written (No space left on device): free space where it goes, or send it elsewhere\n"
+        "jattn: the output cannot be written (No space left on device): "
+        "free space where it goes, or send it elsewhere\n"
     )
 
 
