@@ -101,9 +101,14 @@ def test_a_reader_of_complaints_that_has_gone_is_no_error():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
-def test_a_full_disk_is_a_sentence():
-    done = typed("--version > /dev/full")
-    assert (done.returncode, done.stderr) == (2, "jattn: the output cannot be written: No space left on device\n")
+@pytest.mark.parametrize("command", ["--version", "models"])  # written at the end; and on the way, by print
+def test_a_full_disk_is_a_sentence_with_the_way_out(command):
+    done = typed(f"{command} > /dev/full")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "jattn: the output cannot be written (No space left on device): "
+        "free space where it goes, or send it elsewhere\n"
+    )
 
 
 def test_the_module_is_the_command():
