@@ -188,7 +188,9 @@ def decode_context_parallel(
     parallel.check_interleave(local)
     if isinstance(spec, MLASpec):
         if dtype is not None:
-            raise ValueError(f"dtype={short(dtype)} decides nothing for an MLASpec, whose backends take any; leave it out")
+            raise ValueError(
+                f"dtype={short(dtype)} decides nothing for an MLASpec, whose backends take any; leave it out"
+            )
         attn = MLAAttention(spec, local, backend, parallel=parallel)
     else:
         attn = PagedAttention(spec, local, backend, dtype=dtype, parallel=parallel)

@@ -42,8 +42,8 @@ def check_batch(
 ) -> CommonAttentionMetadata:
     """Check that the parts of a batch fit together and that it has the blocks that this layer reads; return the batch.
 
-    Its integers become int32. A batch of R = 0 rows is returned with one row of padding. ranks: how many ranks have a part of each block's tokens;
-    the batch's block_size is cache_spec.block_size * ranks.
+    Its integers become int32. A batch of R = 0 rows is returned with one row of padding. ranks: how many ranks have a
+    part of each block's tokens; the batch's block_size is cache_spec.block_size * ranks.
     """
     meta = check_lengths(spec, meta)
     keys = keys_of(meta, spec.attn_type)
