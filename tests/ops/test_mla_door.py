@@ -122,14 +122,14 @@ def test_a_spec_is_checked_and_its_spellings_are_one(bad):
 @pytest.mark.parametrize("reading", ["forward_mqa", "prefill_mha", "listed"])
 def test_padding_that_is_nan_has_no_part_in_the_gradient_of_the_weights(reading):
     meta = jattn.CommonAttentionMetadata.from_lengths([1, 1], [9, 5], PLAIN.table()[:2, :3], S, num_tokens=4)
-    m, topk = PLAIN.mla.build(meta), np.zeros((4, 1), np.int32)
+    m, topk, cache = PLAIN.mla.build(meta), np.zeros((4, 1), np.int32), PLAIN.cache
 
     @jax.jit
     @jax.grad
     def grad(w, q, kv_c, k_pe):
         extra = dict(forward_mqa=(), prefill_mha=(kv_c, k_pe), listed=(topk,))[reading]
         params = dataclasses.replace(PLAIN.params, kv_b_proj=w)
-        state = getattr(PLAIN.mla, reading.replace("listed", "attend"))(q, PLAIN.cache, m, params, *extra)
+        state = getattr(PLAIN.mla, reading.replace("listed", "attend"))(q, cache, m, params, *extra)
         return jnp.sum(jnp.sin(state.out))
 
     def padded_with(padding):
