@@ -132,7 +132,7 @@ def attend_tile(terms: LayerTerms, tile: RaggedTile, q: jax.Array, steps: Sequen
         return m, l * alpha + jnp.sum(p, -1, keepdims=True), acc * alpha + _weighted(p, chunk)
 
     def add_chunk(keys, c, states, begin, end):
-        index = c * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
+        index = c * keys.chunk_tokens + jnp.arange(keys.chunk_tokens, dtype=jnp.int32)
         shared = keys.read(tile.req, c), tile.keys.positions(index), (index >= begin) & (index < end)
         return tuple(fold(state, own, *shared) for state, own in zip(states, queries, strict=True))
 

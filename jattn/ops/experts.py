@@ -81,10 +81,10 @@ def _gpu_jvp(config: Any, primals, tangents):
 def expert_tiles(sizes: jax.Array, config: packed_product_config.PackedProductConfig) -> jax.Array:
     """i32[config.tiles, 3]: (expert, first row, rows) of each tile, of at most config.tile_rows rows; 0 at the end."""
     of_expert = -(-sizes // config.tile_rows)
-    ends, number = jnp.cumsum(of_expert), jnp.arange(config.tiles)
+    ends, number = jnp.cumsum(of_expert, dtype=jnp.int32), jnp.arange(config.tiles, dtype=jnp.int32)
     expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), config.experts - 1)
     skipped = (number - (ends - of_expert)[expert]) * config.tile_rows
     rows = jnp.clip(sizes[expert] - skipped, 0, config.tile_rows)
-    first = (jnp.cumsum(sizes) - sizes)[expert] + skipped
+    first = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[expert] + skipped
     used = rows > 0
     return jnp.stack([expert, jnp.where(used, first, 0), jnp.where(used, rows, 0)], axis=1).astype(jnp.int32)

@@ -53,7 +53,7 @@ def layer_terms(spec: AttentionSpec, is_causal: bool, params: AttentionParams) -
         return None if x is None else jnp.broadcast_to(jnp.asarray(x, jnp.float32), (kv,)).reshape(kv, 1, 1, 1)
 
     return LayerTerms(
-        head=jnp.arange(spec.num_heads).reshape(kv, 1, group, 1),
+        head=jnp.arange(spec.num_heads, dtype=jnp.int32).reshape(kv, 1, group, 1),
         alibi_slopes=per_head(params.alibi_slopes) if spec.has_alibi else None,
         sinks=per_head(params.sinks) if spec.has_sinks else None,
         k_scale=per_kv_head(params.k_scale),

@@ -83,7 +83,7 @@ def shared_prefix(level: Level, prefix_len: int, block_size: int) -> tuple[Level
     if pages == 0:
         return (level,)
     batch, shared = level.batch, pages * block_size
-    tokens = jnp.sum(batch.query_lens, keepdims=True)
+    tokens = jnp.sum(batch.query_lens, keepdims=True, dtype=jnp.int32)
     zero = jnp.zeros_like(tokens)
     live = batch.query_lens > 0
     prefix = dataclasses.replace(batch, start=zero, query_lens=tokens, seq_lens=zero + shared, kv_offset=zero)

@@ -196,12 +196,12 @@ class LatentAttention:
         """
         spec, batch, call = self.spec, m.level.batch, self._call(m)
         table = jnp.asarray(m.block_table)
-        ends = jnp.cumsum(read)
+        ends = jnp.cumsum(read, dtype=jnp.int32)
         starts, total = ends - read, ends[-1]
         size = min(CONTEXT_TOKENS, table.size * cache.spec.block_size)
 
         def attend(state, low):
-            token = low + jnp.arange(size)
+            token = low + jnp.arange(size, dtype=jnp.int32)
             req = jnp.minimum(jnp.searchsorted(ends, token, side="right"), read.shape[0] - 1)
             slots = slots_of(table, req, token - starts[req], cache.spec.block_size)
             rows = gather_latent(spec, cache, jnp.where(token < total, slots, -1), params)

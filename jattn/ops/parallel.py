@@ -66,7 +66,7 @@ def dcp_a2a_lse_reduce(state: AttentionState, axis: str, *, is_lse_base_on_e: bo
 
 def mask_dcp_empty_shards(state: AttentionState, query_start_loc: jax.Array, local_lens: jax.Array) -> AttentionState:
     """The state with (0, -inf) in rows of padding, and of requests without a key on this rank."""
-    token, start = jnp.arange(state.lse.shape[0]), jnp.asarray(query_start_loc)
+    token, start = jnp.arange(state.lse.shape[0], dtype=jnp.int32), jnp.asarray(query_start_loc)
     req = jnp.minimum(jnp.searchsorted(start[1:], token, side="right"), start.shape[0] - 2)
     seen = ((token < start[-1]) & (jnp.asarray(local_lens)[req] > 0))[:, None]
     return AttentionState(

@@ -116,7 +116,7 @@ class TileIndex:
 
     def locate(self, t: jax.Array) -> tuple[jax.Array, jax.Array]:
         """(request, number of the tile in that request). For t >= total, the request is the last one."""
-        passed = jnp.sum(self.ends <= t)  # one operation; searchsorted is a loop
+        passed = jnp.sum(self.ends <= t, dtype=jnp.int32)  # one operation; searchsorted is a loop
         req = jnp.minimum(passed, self.ends.shape[0] - 1).astype(jnp.int32)
         return req, t - (self.ends[req] - self.counts[req])
 
@@ -155,7 +155,7 @@ def cut_tile(q: jax.Array, batch: RaggedBatch, kind: TileClass, req: jax.Array, 
     start = _item(batch.start, req)
     first = start + number * kind.rows
     row = jnp.minimum(first, q.shape[0] - kind.rows)
-    token = row + jnp.arange(kind.rows)
+    token = row + jnp.arange(kind.rows, dtype=jnp.int32)
     cut = lambda x: jax.lax.dynamic_slice_in_dim(x, row, kind.rows)  # noqa: E731
     return RaggedTile(
         first_row=row,

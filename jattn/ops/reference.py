@@ -31,7 +31,8 @@ def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) 
     """One softmax over all keys of a request, request by request; q [T H D]."""
     keys = keys.in_chunks(CHUNK_TOKENS)
     num_tokens, num_heads, _ = q.shape
-    index, token = jnp.arange(keys.max_chunks * keys.chunk_tokens), jnp.arange(num_tokens)
+    index = jnp.arange(keys.max_chunks * keys.chunk_tokens, dtype=jnp.int32)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
 
     def add_request(state: AttentionState, req: jax.Array):
         run, first = batch.keys_of(req), batch.start[req]
@@ -50,7 +51,7 @@ def dense(terms: LayerTerms, q: jax.Array, keys: KeySource, batch: RaggedBatch) 
         return AttentionState(out=out, lse=jnp.where(mine[:, None], lse, state.lse)), None
 
     nothing = AttentionState.empty(num_tokens, num_heads, keys.v_head_dim)
-    return jax.lax.scan(add_request, nothing, jnp.arange(batch.num_reqs))[0]
+    return jax.lax.scan(add_request, nothing, jnp.arange(batch.num_reqs, dtype=jnp.int32))[0]
 
 
 def chunked(
@@ -79,7 +80,7 @@ def chunked(
 
         def attend(t, kind=kind, index=index, queries=queries):
             tile = cut_tile(queries, batch, kind, *index.locate(t)).cleared(t < index.total)
-            rows = jnp.where(tile.live, tile.first_row + jnp.arange(kind.rows), num_tokens)
+            rows = jnp.where(tile.live, tile.first_row + jnp.arange(kind.rows, dtype=jnp.int32), num_tokens)
             return rows, *_attend_tile(terms, tile, keys, differentiable)
 
         tiles, at_once = jnp.arange(capacity, dtype=jnp.int32), ROWS_AT_ONCE // kind.rows
@@ -99,7 +100,7 @@ def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, different
 
     def add_chunk(state, chunk, wanted):
         m, l, acc = state  # noqa: E741
-        index = chunk * keys.chunk_tokens + jnp.arange(keys.chunk_tokens)
+        index = chunk * keys.chunk_tokens + jnp.arange(keys.chunk_tokens, dtype=jnp.int32)
         inside, kv_pos = wanted(index), tile.keys.positions(index)
         k, v = keys.read(tile.req, chunk).zero_outside_range(inside).dequantised()
         logits = layer.logits(terms, _product("krd,kcd->krc", q, k), tile.rows, kv_pos)
@@ -112,7 +113,7 @@ def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, different
     if differentiable:
         wanted = lambda i: ((i >= first) & (i < last)) | (i < prefix_stop)  # noqa: E731
         step = jax.checkpoint(lambda state, chunk: (add_chunk(state, chunk, wanted), None))
-        state, _ = jax.lax.scan(step, state, jnp.arange(keys.max_chunks))
+        state, _ = jax.lax.scan(step, state, jnp.arange(keys.max_chunks, dtype=jnp.int32))
     else:
         size = keys.chunk_tokens
         ranges = [(jnp.maximum(first, prefix_stop), last)]
@@ -125,7 +126,7 @@ def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, different
 
 def _all_keys(keys: KeySource, req: jax.Array) -> KVChunk:
     """All chunks of a request as one, up to max_chunks."""
-    chunks = jax.vmap(keys.read, in_axes=(None, 0))(req, jnp.arange(keys.max_chunks))
+    chunks = jax.vmap(keys.read, in_axes=(None, 0))(req, jnp.arange(keys.max_chunks, dtype=jnp.int32))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), chunks)
 
 

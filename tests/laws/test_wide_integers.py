@@ -58,6 +58,23 @@ def test_a_listed_key_beyond_int32_is_no_key():
         assert not np.asarray(read(bad).out).any() and not np.asarray(jax.jit(read)(bad).out).any()
 
 
+def test_attention_and_its_gradient_are_the_same():
+    """By the path of sdpa that computes gradients, and results on accelerators."""
+    attn, rng = jattn.PagedAttention(SPEC, CACHE, "sdpa", "gpu"), np.random.default_rng(0)
+    q, k = (rng.normal(size=(4, heads, 8)).astype(np.float32) for heads in (4, 2))
+    meta = jattn.CommonAttentionMetadata.from_lengths([1, 1], [5, 2], [[0, 1], [2, 3]], 4, num_tokens=4)
+
+    def loss(q):
+        return jnp.sum(jnp.sin(attn(q, k, k, jattn.empty_cache(CACHE, storage="native"), attn.build(meta))[1].out))
+
+    found = jax.jit(jax.value_and_grad(loss))(q)
+    with jax.enable_x64(False):
+        wanted = jax.jit(jax.value_and_grad(loss))(q)
+    for a, b in zip(found, wanted, strict=True):
+        assert a.dtype == b.dtype == np.float32
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
 def test_layers_of_one_pool_are_scanned_by_wide_numbers():
     attn, q = jattn.PagedAttention(SPEC, CACHE, "sdpa"), np.ones((4, 4, 8), np.float32)
     ones, plan = np.ones((4, 2, 8), np.float32), attn.build(META)

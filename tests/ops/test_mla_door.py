@@ -119,26 +119,25 @@ def test_a_spec_is_checked_and_its_spellings_are_one(bad):
     assert hash(MLASpec(**SIZES)) == hash(dataclasses.replace(SPEC))
 
 
-@pytest.mark.parametrize("reading", ["attend", "prefill_mha", "listed"])
+@pytest.mark.parametrize("reading", ["forward_mqa", "prefill_mha", "listed"])
 def test_padding_that_is_nan_has_no_part_in_the_gradient_of_the_weights(reading):
-    m = PLAIN.mla.build(PLAIN.meta())
-    live = int(m.level.batch.query_lens.sum())
-    rows = [np.where(np.arange(len(x))[:, None] < live, x, np.nan) for x in PLAIN.new_rows()]
+    meta = jattn.CommonAttentionMetadata.from_lengths([1, 1], [9, 5], PLAIN.table()[:2, :3], S, num_tokens=4)
+    m, topk, cache = PLAIN.mla.build(meta), np.zeros((4, 1), np.int32), PLAIN.cache
 
-    def grad(padding):
-        q = np.concatenate([PLAIN.q[:live], np.full_like(PLAIN.q[live:], padding)])
+    @jax.jit
+    @jax.grad
+    def grad(w, q, kv_c, k_pe):
+        extra = dict(forward_mqa=(), prefill_mha=(kv_c, k_pe), listed=(topk,))[reading]
+        params = dataclasses.replace(PLAIN.params, kv_b_proj=w)
+        state = getattr(PLAIN.mla, reading.replace("listed", "attend"))(q, cache, m, params, *extra)
+        return jnp.sum(jnp.sin(state.out))
 
-        def loss(q, w):
-            params = dataclasses.replace(PLAIN.params, kv_b_proj=w)
-            if reading == "prefill_mha":
-                state = PLAIN.mla.prefill_mha(q, PLAIN.cache, m, params, *rows)
-            else:
-                topk = np.zeros((len(q), 1), np.int32) if reading == "listed" else None
-                state = PLAIN.mla.attend(q, PLAIN.cache, m, params, topk)
-            return jnp.sum(jnp.sin(state.out))
+    def padded_with(padding):
+        rows = [x[:4].copy() for x in (PLAIN.q, PLAIN.rows[0][3], PLAIN.rows[1][3])]
+        for x in rows:
+            x[2:] = padding
+        return rows
 
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(q, PLAIN.params.kv_b_proj)
-
-    for found, wanted in zip(grad(np.nan), grad(0.0), strict=True):
-        assert np.isfinite(found).all() and np.asarray(wanted).any()
-        np.testing.assert_array_equal(found, wanted)
+    found, wanted = (grad(PLAIN.params.kv_b_proj, *padded_with(x)) for x in (np.nan, 0.0))
+    assert np.isfinite(found).all() and np.asarray(wanted).any()
+    np.testing.assert_array_equal(found, wanted)
