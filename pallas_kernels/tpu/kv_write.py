@@ -132,7 +132,8 @@ def supports_write(config: KvWriteConfig, tokens: int = 1, *, chip: str = "") ->
     if c.layout not in ("HND", "HND128"):
         return [*found, f"layout {c.layout}: wanted HND or HND128"]
     for what, dim in zip(("head_dim", "v_head_dim"), c.dims, strict=True):
-        refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{what} {dim}: wanted a multiple of 16 from 16 to 256")
+        # XLA lays a pool of narrower rows out in another order, and would copy it to this one and back
+        refuse(dim % LANES != 0 or not LANES <= dim <= 512, f"{what} {dim}: wanted 128, 256, 384 or 512 numbers in a row")
     refuse(
         c.page_size % c.beside != 0 or c.page_rows % SUBLANES != 0 or c.page_rows % c.pack_rows != 0,
         f"pages of {c.page_size} tokens and {c.page_rows} rows: wanted whole packs of {c.pack_rows} rows",
@@ -374,11 +375,12 @@ class Ring:
         c, (new, first) = self.config, self._words(pool, token, 0, side)
         bits, step = 32 // c.packing, c.packing * c.beside
         lane = lax.broadcasted_iota(jnp.int32, (c.sublanes, c.num_kv_heads, c.dims[pool]), 2) // c.head_dim
-        words = new[pl.ds(first, c.sublanes, step)]
+        rows = new[pl.ds(first, c.pack_tokens)].reshape(c.sublanes, step, c.num_kv_heads, c.dims[pool])
+        words = rows[:, 0]
         for part, place in itertools.product(range(c.packing), range(c.beside)):
             if part == place == 0:
                 continue
-            row = new[pl.ds(first + part * c.beside + place, c.sublanes, step)]
+            row = rows[:, part * c.beside + place]
             if c.packing > 1:
                 row = words ^ ((words ^ row) & _signed(((1 << bits) - 1) << (part * bits)))
             words = row if c.beside == 1 else jnp.where(lane == place, row, words)
