@@ -25,7 +25,9 @@ def reasons_against(cache: PagedKV, tokens: int, chip: Chip) -> list[str]:
     """Every reason why XLA's scatter writes so many tokens to this cache; an empty list if the kernel does."""
     found = supports_write(config_of(cache.spec), tokens, chip=chip.generation)
     if cache.k.dtype != jnp.dtype(cache.spec.dtype):
-        found.append(f"values stored as {cache.k.dtype}: wanted {cache.spec.dtype}; make the cache with storage='native'")
+        found.append(
+            f"values stored as {cache.k.dtype}: wanted {cache.spec.dtype}; make the cache with storage='native'"
+        )
     return found
 
 
@@ -50,6 +52,8 @@ def write_pages(chip: Chip, cache: PagedKV, k, v, slots, params: AttentionParams
     )  # fmt: skip
 
 
-write_pages.defvjp(
-    lambda chip, *args: (write_pages(chip, *args), args), lambda chip, saved, cotangent: write_backward(saved, cotangent)
-)
+def _backward(chip: Chip, saved, cotangent):
+    return write_backward(saved, cotangent)
+
+
+write_pages.defvjp(lambda chip, *args: (write_pages(chip, *args), args), _backward)

@@ -133,7 +133,9 @@ def supports_write(config: KvWriteConfig, tokens: int = 1, *, chip: str = "") ->
         return [*found, f"layout {c.layout}: wanted HND or HND128"]
     for what, dim in zip(("head_dim", "v_head_dim"), c.dims, strict=True):
         # XLA lays a pool of narrower rows out in another order, and would copy it to this one and back
-        refuse(dim % LANES != 0 or not LANES <= dim <= 512, f"{what} {dim}: wanted 128, 256, 384 or 512 numbers in a row")
+        refuse(
+            dim % LANES != 0 or not LANES <= dim <= 512, f"{what} {dim}: wanted 128, 256, 384 or 512 numbers in a row"
+        )
     refuse(
         c.page_size % c.beside != 0 or c.page_rows % SUBLANES != 0 or c.page_rows % c.pack_rows != 0,
         f"pages of {c.page_size} tokens and {c.page_rows} rows: wanted whole packs of {c.pack_rows} rows",
@@ -200,7 +202,7 @@ def write_rows(rows, slots: jax.Array, pools, config: KvWriteConfig, *, interpre
     vmem = c.ring * c.slot_bytes + (2 * NEW_BYTES if held else 0) + SPARE_BYTES
     return tuple(
         pl.pallas_call(
-            functools.partial(_kernel, config=c, held=held),
+            functools.partial(_kernel, config=c),
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=scalars,
                 grid=(1,),
@@ -352,7 +354,7 @@ class Ring:
             shape = (c.sublanes, dim)
             here = lax.broadcasted_iota(jnp.int32, shape, 0) == sublane
             if c.beside > 1:
-                here &= lax.broadcasted_iota(jnp.int32, shape, 1) // c.head_dim == lane
+                here &= _split(lax.broadcasted_iota(jnp.int32, shape, 1), c.head_dim)[0] == lane
             masks[dim] = jnp.where(here, ones, 0)
         at_once = largest_divisor(c.num_kv_heads, SUBLANES)
 
@@ -374,7 +376,7 @@ class Ring:
         """Makes a pack of one pool of the rows of all its tokens, from `token` on."""
         c, (new, first) = self.config, self._words(pool, token, 0, side)
         bits, step = 32 // c.packing, c.packing * c.beside
-        lane = lax.broadcasted_iota(jnp.int32, (c.sublanes, c.num_kv_heads, c.dims[pool]), 2) // c.head_dim
+        lanes = lax.broadcasted_iota(jnp.int32, (c.sublanes, c.num_kv_heads, c.dims[pool]), 2)
         rows = new[pl.ds(first, c.pack_tokens)].reshape(c.sublanes, step, c.num_kv_heads, c.dims[pool])
         words = rows[:, 0]
         for part, place in itertools.product(range(c.packing), range(c.beside)):
@@ -383,7 +385,7 @@ class Ring:
             row = rows[:, part * c.beside + place]
             if c.packing > 1:
                 row = words ^ ((words ^ row) & _signed(((1 << bits) - 1) << (part * bits)))
-            words = row if c.beside == 1 else jnp.where(lane == place, row, words)
+            words = row if c.beside == 1 else jnp.where(_split(lanes, c.head_dim)[0] == place, row, words)
         self.packs[pool][side] = pltpu.bitcast(jnp.swapaxes(words, 0, 1), self.packs[pool].dtype)
 
 
@@ -399,7 +401,9 @@ def _signed(bits: int) -> int:
     return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
-def _kernel(count, packs, rows, k_new, v_new, _k, _v, k_pool, v_pool, sems, *buffers, config: KvWriteConfig, held: bool):
+def _kernel(
+    count, packs, rows, k_new, v_new, _k, _v, k_pool, v_pool, sems, *buffers, config: KvWriteConfig, held: bool
+):
     c = config
     ring = Ring(c, SortedRows(count, packs, rows), (k_new, v_new), (k_pool, v_pool), sems, buffers[:2], buffers[2:])
     assert held == (not ring.rows)
