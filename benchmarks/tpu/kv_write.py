@@ -13,6 +13,7 @@ import importlib.metadata
 import json
 import os
 import sys
+from typing import Any
 
 from benchmarks import records
 from benchmarks.tpu import aot, llo, own_process
@@ -61,7 +62,8 @@ def kernel_bundles(program: llo.Program) -> dict:
 def one(chip: str, job: str, folder: str) -> dict:
     """The row of one job, in a process that was started with the flags of the dump."""
     program, cache = compiled(chip, job)
-    memory, pool_bytes = program.memory_analysis(), 2 * cache.k.size * cache.k.dtype.itemsize
+    memory: Any = program.memory_analysis()
+    pool_bytes = 2 * cache.k.size * cache.k.dtype.itemsize
     row = dict(
         chip=chip, case=job, temporary_bytes=memory.temp_size_in_bytes,
         donated=memory.alias_size_in_bytes == pool_bytes,
@@ -77,7 +79,7 @@ def one(chip: str, job: str, folder: str) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Both jobs on every chip; 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.kv_write", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.kv_write", description=str(__doc__).splitlines()[0])
     records.add_options(parser)
     parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
     parser.add_argument("--one", nargs=3, metavar=("CHIP", "JOB", "FOLDER"), help=argparse.SUPPRESS)

@@ -114,8 +114,8 @@ class KvWriteConfig:
 class SortedRows(NamedTuple):
     """The rows that are written, in the order of their slots."""
 
-    count: jax.Array  # i32[1]
-    packs: jax.Array  # i32[T + 1] packs of the pools; NO_PACK from `count` on
+    number: jax.Array  # i32[1], of rows that are written
+    packs: jax.Array  # i32[T + 1] packs of the pools; NO_PACK from `number` on
     rows: jax.Array  # i32[T]: the new row, its slot in the pack and what it is, in bits from the highest
 
 
@@ -133,9 +133,7 @@ def supports_write(config: KvWriteConfig, tokens: int = 1, *, chip: str = "") ->
         return [*found, f"layout {c.layout}: wanted HND or HND128"]
     for what, dim in zip(("head_dim", "v_head_dim"), c.dims, strict=True):
         # XLA lays a pool of narrower rows out in another order, and would copy it to this one and back
-        refuse(
-            dim % LANES != 0 or not LANES <= dim <= 512, f"{what} {dim}: wanted 128, 256, 384 or 512 numbers in a row"
-        )
+        refuse(dim % LANES != 0 or not LANES <= dim <= 512, f"{what} {dim}: wanted rows of 128, 256, 384 or 512")
     refuse(
         c.page_size % c.beside != 0 or c.page_rows % SUBLANES != 0 or c.page_rows % c.pack_rows != 0,
         f"pages of {c.page_size} tokens and {c.page_rows} rows: wanted whole packs of {c.pack_rows} rows",
@@ -168,7 +166,7 @@ def sort_rows(slots: jax.Array, num_slots: int, config: KvWriteConfig) -> Sorted
         whole = fits & first & jnp.roll(last, 1 - group) & (keys % group == 0) & run
         kind = jnp.where(whole, WHOLE, kind)
     return SortedRows(
-        count=jnp.sum(inside, dtype=jnp.int32).reshape(1),
+        number=jnp.sum(inside, dtype=jnp.int32).reshape(1),
         packs=around[1:],
         rows=(tokens << ROW_BITS | keys % group) << KIND_BITS | kind,
     )
@@ -197,28 +195,31 @@ def write_rows(rows, slots: jax.Array, pools, config: KvWriteConfig, *, interpre
     plan = sort_rows(slots, pools[0].shape[0] * c.page_size, c)
     words = [as_words(x, c) for x in rows]
     held = c.holds(slots.shape[0])
-    pool, new = (pl.BlockSpec(memory_space=space) for space in (pl.ANY, pltpu.VMEM if held else pltpu.HBM))
+    new = pl.BlockSpec(memory_space=pltpu.VMEM if held else pl.ANY)
+    # not ANY: XLA would put a small pool into VMEM for the launch, and copy it there and back
+    pool = pl.BlockSpec(memory_space=pltpu.HBM)
+    in_memory = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
     scalars = len(SortedRows._fields)
     vmem = c.ring * c.slot_bytes + (2 * NEW_BYTES if held else 0) + SPARE_BYTES
-    return tuple(
-        pl.pallas_call(
-            functools.partial(_kernel, config=c),
-            grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=scalars,
-                grid=(1,),
-                in_specs=[new] * 2 + [pool] * 2,
-                out_specs=[pool] * 2,
-                scratch_shapes=_scratch(c, [pool.dtype for pool in pools], held),
-            ),
-            out_shape=[jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in pools],
-            input_output_aliases={scalars + 2: 0, scalars + 3: 1},
-            compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem, disable_bounds_checks=True
-            ),
-            interpret=interpret,
-            name="write_keys_and_values",
-        )(*plan, *words, *pools)
-    )  # fmt: skip
+    launch = pl.pallas_call(
+        functools.partial(_kernel, config=c),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=scalars,
+            grid=(1,),
+            in_specs=[new] * 2 + [pool] * 2,
+            out_specs=[pool] * 2,
+            scratch_shapes=_scratch(c, [x.dtype for x in pools], held),
+        ),
+        out_shape=[pltpu.HBM(x.shape, x.dtype) for x in pools],
+        input_output_aliases={scalars + 2: 0, scalars + 3: 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem, disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name="write_keys_and_values",
+    )
+    # traced, because JAX cannot constrain the memory of an array that is not
+    return tuple(jax.jit(lambda *given: launch(*given[:-2], *map(in_memory, given[-2:])))(*plan, *words, *pools))
 
 
 def _scratch(c: KvWriteConfig, dtypes, held: bool) -> list:
@@ -401,12 +402,9 @@ def _signed(bits: int) -> int:
     return bits - (1 << 32) if bits >= 1 << 31 else bits
 
 
-def _kernel(
-    count, packs, rows, k_new, v_new, _k, _v, k_pool, v_pool, sems, *buffers, config: KvWriteConfig, held: bool
-):
+def _kernel(count, packs, rows, k_new, v_new, _k, _v, k_pool, v_pool, sems, *buffers, config: KvWriteConfig):
     c = config
     ring = Ring(c, SortedRows(count, packs, rows), (k_new, v_new), (k_pool, v_pool), sems, buffers[:2], buffers[2:])
-    assert held == (not ring.rows)
     total = count[0]
     side_of = lambda group: group & (c.ring - 1)
 
