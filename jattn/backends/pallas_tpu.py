@@ -22,8 +22,9 @@ from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import Question
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.parallel import ContextParallel
+from jattn.backends.tpu_write import write_pages
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.write import packed_as_pages, write_by_head, write_kv
+from jattn.cache.write import packed_as_pages
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
@@ -161,9 +162,8 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
     def do_kv_cache_update(
         self, cache: PagedKV, k: jax.Array, v: jax.Array, m: PallasTpuMetadata, params: AttentionParams
     ) -> PagedKV:
-        """The same values as jattn.write_kv; XLA keeps the pool's layout, so nothing is copied before the kernel."""
-        write = write_by_head if cache.spec.heads_first else write_kv
-        return write(cache, k, v, jnp.asarray(m.slot_mapping), params)
+        """The same values as jattn.write_kv. tpu_write.reasons_against says where XLA's scatter writes them."""
+        return write_pages(self.chip, cache, k, v, m.slot_mapping, params)
 
     def forward(self, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
         if m.shard is None:

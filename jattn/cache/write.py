@@ -34,7 +34,7 @@ def write_by_head(
     XLA lays an operand out for its scatter, with the scattered axes first. If a token's heads are written together that
     is not HND, and XLA copied every pool to HND for the kernel, in each layer and step.
     """
-    return _written(_put_by_head, cache, k, v, slot_mapping, params)
+    return _written(put_by_head, cache, k, v, slot_mapping, params)
 
 
 def _written(put: Callable, cache: PagedKV, k, v, slot_mapping, params) -> PagedKV:
@@ -61,7 +61,7 @@ def _put(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) 
     return by_token(pool, spec).at[at].set(rows, mode="drop").reshape(pool.shape)
 
 
-def _put_by_head(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
+def put_by_head(pool: jax.Array, rows: jax.Array, slots: jax.Array, spec: KVCacheSpec) -> jax.Array:
     """As `_put`, into a pool that is taken for one list of rows: [N * K * S ..], of HND128 [N * K * S*D/128, 128]."""
     assert spec.heads_first
     block, offset = split_slot(slots, spec.num_blocks, spec.block_size)  # block N is past the end of the list, too

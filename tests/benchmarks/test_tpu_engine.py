@@ -90,7 +90,8 @@ def test_the_engines_program_compiles_for_a_slice():
                           capture_output=True, text=True)  # fmt: skip
     (row,) = map(json.loads, done.stdout.splitlines())
     assert "error" not in row, row
-    assert row["kernels"] == 2 and row["pools"] == row["pools_donated"] == 4
+    assert row["kernels"] == 4, "in each layer a write and attention"
+    assert row["pools"] == row["pools_donated"] == 4
     assert row["pool_copies_in_step"] == row["pool_copies_in_dispatch"] == 0, "heads of 64 fill the lanes"
     assert row["collectives"] == 1 + 2 * 2 + 2, "the embedding, two in each layer, greedy sampling"
     assert 0 < row["memory_ms"] < row["step_ms"]
