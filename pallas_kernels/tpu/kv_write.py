@@ -19,6 +19,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, largest_divisor
+from pallas_kernels.tpu.pools import BLOCK as POOL
+from pallas_kernels.tpu.pools import launch as launch_with_pools
 from pallas_kernels.tpu.supports import KV_DTYPES, SMEM, VMEM, generation_of
 
 WORD = 4
@@ -196,18 +198,15 @@ def write_rows(rows, slots: jax.Array, pools, config: KvWriteConfig, *, interpre
     words = [as_words(x, c) for x in rows]
     held = c.holds(slots.shape[0])
     new = pl.BlockSpec(memory_space=pltpu.VMEM if held else pl.ANY)
-    # not ANY: XLA would put a small pool into VMEM for the launch, and copy it there and back
-    pool = pl.BlockSpec(memory_space=pltpu.HBM)
-    in_memory = lambda x: pltpu.with_memory_space_constraint(x, pltpu.HBM)
     scalars = len(SortedRows._fields)
     vmem = c.ring * c.slot_bytes + (2 * NEW_BYTES if held else 0) + SPARE_BYTES
-    launch = pl.pallas_call(
+    kernel = pl.pallas_call(
         functools.partial(_kernel, config=c),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=scalars,
             grid=(1,),
-            in_specs=[new] * 2 + [pool] * 2,
-            out_specs=[pool] * 2,
+            in_specs=[new] * 2 + [POOL] * 2,
+            out_specs=[POOL] * 2,
             scratch_shapes=_scratch(c, [x.dtype for x in pools], held),
         ),
         out_shape=[pltpu.HBM(x.shape, x.dtype) for x in pools],
@@ -218,8 +217,7 @@ def write_rows(rows, slots: jax.Array, pools, config: KvWriteConfig, *, interpre
         interpret=interpret,
         name="write_keys_and_values",
     )
-    # traced, because JAX cannot constrain the memory of an array that is not
-    return tuple(jax.jit(lambda *given: launch(*given[:-2], *map(in_memory, given[-2:])))(*plan, *words, *pools))
+    return tuple(launch_with_pools(kernel, (*plan, *words), pools))
 
 
 def _scratch(c: KvWriteConfig, dtypes, held: bool) -> list:

@@ -33,6 +33,8 @@ from pallas_kernels.algebra.checks import check_arrays, check_seen
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 from pallas_kernels.tpu.copies import SEMAPHORES, Buffers, Copies, HbmRefs, ScalarRefs
+from pallas_kernels.tpu.pools import BLOCK as POOL
+from pallas_kernels.tpu.pools import launch as launch_with_pools
 from pallas_kernels.tpu.query_tile import QueryTile
 from pallas_kernels.tpu.row_order import output_order, query_order
 from pallas_kernels.tpu.supports import SPILL, supports, supports_batch
@@ -136,12 +138,13 @@ def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, 
     """(out [T H V], lse f32[packs 16 lse_lanes]). The lse of no tile is not written."""
     whole = pl.BlockSpec(memory_space=pl.ANY)
     tables = () if columns is None else (columns,)
-    return pl.pallas_call(
+    in_vmem = pl.BlockSpec(memory_space=pltpu.VMEM)
+    kernel = pl.pallas_call(
         functools.partial(_kernel, config=config, num_columns=block_table.shape[1]),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(ScalarRefs._fields),
             grid=(1,),
-            in_specs=[whole] * (1 + len(pools) + len(rows)) + [pl.BlockSpec(memory_space=pltpu.VMEM)] * len(tables),
+            in_specs=[whole, *[POOL] * len(pools), *[whole] * len(rows), *[in_vmem] * len(tables)],
             out_specs=[whole] * 2,
             scratch_shapes=list(_scratch(config).values()),
         ),
@@ -154,7 +157,9 @@ def _launch(config: TpuKernelConfig, q, pools, rows, block_table, work, scales, 
         ),
         interpret=interpret,
         name="ragged_latent_attention" if config.latent else "ragged_paged_attention",
-    )(work.count, work.items, block_table.reshape(-1), scales, q, *pools, *rows, *tables)
+    )
+    before = work.count, work.items, block_table.reshape(-1), scales, q
+    return launch_with_pools(kernel, before, pools, (*rows, *tables))
 
 
 def _scratch(c: TpuKernelConfig) -> dict[str, Any]:

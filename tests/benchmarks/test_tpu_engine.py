@@ -83,15 +83,16 @@ def test_the_time_of_a_ring_of_four_chips():
 @pytest.mark.slow
 @pytest.mark.timeout(840)
 @pytest.mark.skipif(not aot.available(), reason="the libtpu wheel is not installed: pip install libtpu")
-def test_the_engines_program_compiles_for_a_slice():
-    """Each pool is donated, and XLA copies none between the write and the kernel."""
-    command = [sys.executable, "-m", "benchmarks.tpu.engine", "--chips", "v6e", "--cases", "decode_1b_r64"]
-    done = subprocess.run([*command, "--layers", "2"], env=os.environ | aot.environment(), cwd=tree.ROOT,
+@pytest.mark.parametrize(("chip", "case", "layers"), [("v6e", "decode_1b_r64", 2), ("v5e", "prefill_1b_2048", 1)])
+def test_the_engines_program_compiles_for_a_slice(chip, case, layers):
+    """Each pool is donated, and XLA copies none between the write and the kernel, to VMEM neither."""
+    command = [sys.executable, "-m", "benchmarks.tpu.engine", "--chips", chip, "--cases", case]
+    done = subprocess.run([*command, "--layers", str(layers)], env=os.environ | aot.environment(), cwd=tree.ROOT,
                           capture_output=True, text=True)  # fmt: skip
     (row,) = map(json.loads, done.stdout.splitlines())
     assert "error" not in row, row
-    assert row["kernels"] == 4, "in each layer a write and attention"
-    assert row["pools"] == row["pools_donated"] == 4
+    assert row["kernels"] == 2 * layers, "in each layer a write and attention"
+    assert row["pools"] == row["pools_donated"] == 2 * layers
     assert row["pool_copies_in_step"] == row["pool_copies_in_dispatch"] == 0, "heads of 64 fill the lanes"
-    assert row["collectives"] == 1 + 2 * 2 + 2, "the embedding, two in each layer, greedy sampling"
+    assert row["collectives"] == 1 + 2 * layers + 2, "the embedding, two in each layer, greedy sampling"
     assert 0 < row["memory_ms"] < row["step_ms"]
