@@ -152,8 +152,9 @@ class PagedAttention:
             raise ValueError(f"{blocks_per_layer=} must divide the pool's {pool} blocks")
         layer = _LAYER("layer", layer)
         on_host = isinstance(layer, (int, np.integer, np.ndarray))
-        if on_host and not 0 <= layer < pool // blocks_per_layer:
-            raise ValueError(f"{layer=} must be one of the pool's {pool // blocks_per_layer} layers, counted from 0")
+        layers = pool // blocks_per_layer
+        if on_host and not 0 <= layer < layers:
+            raise ValueError(f"layer={int(layer)} must be one of the pool's {layers} layers, counted from 0")
         return self.builder.for_layer(m, layer, blocks_per_layer)
 
     def _checked(self, q, cache: PagedKV, m: Any, params: AttentionParams | None) -> tuple[jax.Array, AttentionParams]:
