@@ -112,7 +112,8 @@ def test_a_fault_is_reported(name, monkeypatch):
     monkeypatch.setattr(kv_write, "NEW_BYTES", 0)
     monkeypatch.setattr(kv_write, "RING", 16 if attribute == "sort" else 2)
     monkeypatch.setattr(owner, attribute, mutant)
-    with pytest.raises(AssertionError, match=report):
+    # of JAX 0.12 a race ends the run
+    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match=f"(?i){report}"):
         check(CONFIG, [1, 40, 2, 41, 3, 100, 130], mode="eager")
 
 
