@@ -18,6 +18,8 @@ import ctypes, os, signal, sys, time
 from jattn import cli
 from jattn.cli import options, signals
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background begins with it ignored
+
 class Dropping:
     def __del__(self):  # as in the garbage collector's callbacks: what is raised here is dropped
         os.kill(os.getpid(), {number})
