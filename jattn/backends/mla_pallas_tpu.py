@@ -174,9 +174,8 @@ def _among_new_tokens(spec: MLASpec, q, cache: PagedKV, m: MLATpuMetadata, param
     assert m.new_config is not None and m.new_tokens is not None and m.query_lens is not None
     params, config, work = absorb(spec, params), m.new_config, m.new_tokens
     config = dataclasses.replace(config, dtype=q.dtype.name, kv_dtype=q.dtype.name)
-    batch, token = m.level.batch, jnp.arange(m.num_tokens)
-    req = jnp.searchsorted(jnp.asarray(batch.start), token, side="right") - 1
-    slots = slots_of(jnp.asarray(m.block_table), req, batch.rows.position, cache.spec.block_size)
+    batch = m.level.batch
+    slots = slots_of(jnp.asarray(m.block_table), batch.req_of_token()[0], batch.rows.position, cache.spec.block_size)
     rows, lens = gather_latent(spec, cache, slots, params), jnp.asarray(m.query_lens)
 
     def groups(x, axis):
