@@ -318,8 +318,8 @@ def first_token_ms(engine: jattn.Engine, prompt: list[int]) -> float:
     return found
 
 
-def ttft_row(small: bool, ceilings: dict) -> tuple[dict, None]:
-    """(the row of the long prompt: the median of several, each of other tokens; no profile)."""
+def ttft_row(small: bool, ceilings: dict) -> tuple[dict, Callable[[], dict]]:
+    """(the row of the long prompt: the median of several, each of other tokens; what measures one under a profiler)."""
     length = 48 if small else TTFT_PROMPT
     config, params = model_of(small, length + 64)
     engine = engine_of(config, params, 1, length, length + 64)
@@ -327,14 +327,16 @@ def ttft_row(small: bool, ceilings: dict) -> tuple[dict, None]:
     prompt = lambda: rng.integers(2, config.vocab_size, length).tolist()
     for _ in range(2):  # instead of warmup(): only the programs that such a prompt needs
         first_token_ms(engine, prompt())
+    before = engine.stats
     with watched() as seen:
         times = [first_token_ms(engine, prompt()) for _ in range(TTFT_ROUNDS)]
     row: dict = dict(
         case="ttft_small" if small else "ttft_1b_8k", ms=statistics.median(times), best_ms=min(times), rounds_ms=times,
         prompt=length, compiled_later=seen.programs,
-        dispatches=seen.dispatches,
+        dispatches=seen.dispatches, stats=difference(engine.stats, before),
     )  # fmt: skip
-    return row | (ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {}), None
+    row |= ttft_floor(config, params, length, row["ms"], ceilings) if ceilings else {}
+    return row, functools.partial(profiled, engine, [(prompt(), 4)])
 
 
 def ttft_floor(config, params, length: int, ms: float, ceilings: dict) -> dict:
