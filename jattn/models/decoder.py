@@ -84,8 +84,12 @@ def _forward(
         assert model_mesh is not None
         caches, x = halves.forward(config, params, x, caches, step, model_mesh)
     elif tails is None:
-        caches, stream = _each_layer(config, params, stream, inputs, caches, step, model_mesh, positions, encoded)
+        early = logits_at if _ends_with_few(config, logits_at, x.shape[0]) else None
+        caches, stream = _each_layer(
+            config, params, stream, inputs, caches, step, model_mesh, positions, encoded, early
+        )
         x = last_x(config, params, stream)
+        logits_at = logits_at if early is None else None
     else:
         attend = lambda i: (
             step.attns[i], caches[i], step.plan(i), positions, step.angles(config.layers[i].rope)
@@ -96,11 +100,20 @@ def _forward(
     return tuple(caches), head(config, params, last_hidden(config, params, x), model_mesh)
 
 
+def _ends_with_few(config: ModelConfig, logits_at: jax.Array | None, tokens: int) -> bool:
+    """May the last layer compute only these tokens after its attention? With AltUp tokens are not the first axis."""
+    return logits_at is not None and jnp.shape(logits_at)[0] < tokens and config.altup is None
+
+
 def _each_layer(
     config: ModelConfig, params, stream: Stream, inputs, caches, step: "_AttentionPlans", model_mesh: ModelMesh | None,
-    positions, encoded,
+    positions, encoded, logits_at: jax.Array | None,
 ) -> tuple[list[PagedKV], Stream]:  # fmt: skip
-    """(caches, the Stream after the last layer). inputs: the per-layer embeddings [T, layers, width], if any."""
+    """(caches, the Stream after the last layer). inputs: the per-layer embeddings [T, layers, width], if any.
+
+    logits_at: the tokens that are wanted after the last layer; None: all. The others end with its attention, because
+    no key depends on what follows.
+    """
     caches, count = list(caches), len(config.layers)
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles, at = step.angles(layer.rope), config.cache_of(i)
@@ -111,6 +124,8 @@ def _each_layer(
             j = count + i  # caches of cross attention follow those of self-attention
             caches[j], x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
         z = None if layer.layer_input is None else inputs[:, i]
+        if logits_at is not None and i == count - 1:
+            stream, read, x, z = jax.tree.map(lambda rows: rows[jnp.asarray(logits_at)], (stream, read, x, z))
         stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z)
     return caches, stream
 
