@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from array import array
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
 
@@ -21,6 +22,7 @@ from jattn.types import NULL_BLOCK_ID
 
 HOST_KNOWS = -1
 """In Batch.source: the host knows the row's tokens, so it continues no row of the dispatch before it."""
+_UNKNOWN = array("i", [0])
 
 
 def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
@@ -51,14 +53,14 @@ def batch_of(
     num_tokens, num_rows = shape.num_tokens, shape.num_rows
     count, limit = len(device_rows), shapes.limits.max_model_len
     ids, starts, counts, max_samples, continues = zip(*device_rows, strict=True)
-    tokens = []
+    tokens = array("i")
     for seq, first, num_new, is_unknown in zip(seqs, starts, counts, continues, strict=True):
         # 0 stands for a token that only the device knows.
-        tokens += (0,) if is_unknown else seq.tokens[first : first + num_new]
+        tokens += _UNKNOWN if is_unknown else seq.words(first, first + num_new)
         if not seq.rules:
             seq.rules = rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
     token_ids, source = np.zeros(num_tokens, np.int32), np.full(num_rows, HOST_KNOWS, np.int32)
-    token_ids[: len(tokens)] = tokens
+    token_ids[: len(tokens)] = np.frombuffer(tokens, np.int32)
     source[:count] = [sources[id] if on_device else HOST_KNOWS for id, on_device in zip(ids, continues, strict=True)]
     start, num_new, samples = (np.array(column, np.int32) for column in (starts, counts, max_samples))
     rules = rules_of_batch([seq.rules for seq in seqs], num_rows)

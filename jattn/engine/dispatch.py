@@ -41,6 +41,13 @@ class Model:
     backend: str = "auto"  # attention backend
     model_mesh: Any = None  # a jattn.models.ModelMesh, if the model is distributed over several devices
 
+    def __hash__(self) -> int:
+        return self._hash  # each call of a jitted function needs it, and a config has hundreds of numbers
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.forward, self.config, self.backend, self.model_mesh))
+
     def last_logits(self, params, caches, token_ids, metas):
         """(caches, f32[R vocab] of each row's last token)."""
         meta = metas[0] if len(metas) == 1 else metas

@@ -302,7 +302,7 @@ class Engine:
             self._plan = flight.plan
         changed, counts = self._requests.read_text(self.scheduler)
         outputs = self._requests.outputs(changed)
-        self._requests.drop_finished(changed)
+        self._requests.drop_ended()
         self._stats = self._stats.plus(**counts)
         return outputs
 

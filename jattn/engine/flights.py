@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from concurrent import futures
 
 from jattn.engine.batch import batch_of, device_rows_of, empty_batch
 from jattn.engine.dispatch import NOT_SAMPLED
@@ -13,6 +14,8 @@ from jattn.engine.shared_prefix import SharedPrefixRule
 
 MAX_IN_FLIGHT = 2
 """One dispatch runs; a second one is queued, so that the device does not wait for the host between the two."""
+HANDOVER_SECONDS = 0.004
+"""Longer than sending takes on a GPU, 2 to 3 ms if no other thread needs Python's interpreter."""
 
 
 class Flights:
@@ -39,7 +42,11 @@ class Flights:
         return bool(self._unread) and self._unread[0].plan.burst == 1
 
     def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> StepShape:
-        """Send the dispatch of a plan, and return its shape. number: the dispatch's number, for profiles."""
+        """Send the dispatch of a plan, and return its shape. number: the dispatch's number, for profiles.
+
+        While the device has nothing to do, nothing else is planned until it has this dispatch: the thread that sends it
+        would wait for the interpreter.
+        """
         shapes, num_groups = self._runner.shapes, len(self._runner.model.config.cache_groups)
         prefixes = self._prefixes_of(plan, requests)
         shape = shapes.of(plan, any(prefixes))
@@ -52,6 +59,8 @@ class Flights:
             for part, rows, prefix in zip(plan.parts, device_rows, prefixes, strict=True)
         ]
         self._newest = self._runner.send(plan, device_rows, batches, number)
+        if not self._unread:
+            futures.wait([self._newest.sent], timeout=HANDOVER_SECONDS)
         self._unread.append(self._newest)
         return shape
 

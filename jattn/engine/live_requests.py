@@ -65,9 +65,15 @@ class LiveRequests:
         return [self._requests[id].output() for id in ids]
 
     def drop_finished(self, ids: Iterable[str]) -> None:
+        """Drop those of these requests whose completions have all ended."""
         for id in ids:
             if self._requests[id].finished:
                 self.drop(self._requests[id])
+
+    def drop_ended(self) -> None:
+        """`drop_finished` of the requests that the last dispatch ended."""
+        self.drop_finished(dict.fromkeys(self._accepted.ended))
+        self._accepted.ended.clear()
 
     def count_plan(self, plan: StepPlan) -> Counter[str]:
         """What a plan adds to the stats. Also sets num_cached of the completions that it starts."""
@@ -142,12 +148,14 @@ class Accepted:
     def __init__(self):
         self.unread: deque[tuple[CompletionState, list[int]]] = deque()
         self.counts = Counter[str]()
+        self.ended: list[str] = []  # the request of each completion that has ended
 
     def end(self, completion: CompletionState, scheduler: AnyScheduler) -> None:
         """Free the blocks of a completion that has ended, and count it."""
         failed = completion.finish_reason is FinishReason.ERROR
         scheduler.remove(completion.seq, trusted=not failed)
         self.counts["failed" if failed else "finished"] += 1
+        self.ended.append(completion.request_id)
 
 
 def _accept_row(

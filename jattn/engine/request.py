@@ -52,6 +52,16 @@ class Sequence:
         """The most tokens that it may still generate, without those that are being sampled."""
         return self.max_len - len(self.tokens) - self.num_ahead
 
+    @functools.cached_property
+    def _prompt_words(self) -> array:
+        return array("i", self.prompt)
+
+    def words(self, start: int, end: int) -> array:
+        """tokens[start:end] as numbers of 32 bits. A long prompt is copied, not converted number by number."""
+        if end <= len(self.prompt):
+            return self._prompt_words[start:end]
+        return array("i", self.tokens[start:end])
+
     @property
     def output(self) -> list[int]:
         """The tokens generated so far."""
@@ -235,15 +245,15 @@ class CompletionState:
 
     def snapshot(self) -> Completion:
         """The completion so far, without an end of the text that may be the beginning of a stop string."""
-        fields = dict(
-            index=self.index,
-            text=self._visible(),
-            token_ids=self._token_ids(),
-            logprobs=None if self.seq.params.logprobs is None else tuple(self.logprobs),
-            finish_reason=self.finish_reason,
-            error=self.error,
-            stop=self.stop,
-        )
+        fields = {
+            "index": self.index,
+            "text": self._visible() if self.seq.params.stop else self._text,
+            "token_ids": self._token_ids(),
+            "logprobs": None if self.seq.params.logprobs is None else tuple(self.logprobs),
+            "finish_reason": self.finish_reason,
+            "error": self.error,
+            "stop": self.stop,
+        }
         return _made(Completion, fields)
 
     @functools.cached_property
@@ -253,10 +263,12 @@ class CompletionState:
 
     def _read(self, text: str) -> bool:
         """Append text; returns True if it completes a stop string, where the text ends."""
+        if not text:
+            return False
         before = len(self._text)
         self._text += text
         params = self.seq.params
-        found = find_stop(self._text, params.stop, before) if text and params.stop else None
+        found = find_stop(self._text, params.stop, before) if params.stop else None
         if found is None:
             return False
         at, stop = found
@@ -279,10 +291,10 @@ class CompletionState:
             del self.logprobs[-count:]
 
     def _visible(self) -> str:
+        """The text without an end that may be the beginning of a stop string."""
         if self.finish_reason is not None:
             return self._text
-        stop = self.seq.params.stop
-        return self._text[: len(self._text) - held_back(self._text, stop)] if stop else self._text
+        return self._text[: len(self._text) - held_back(self._text, self.seq.params.stop)]
 
 
 @dataclasses.dataclass(eq=False)
@@ -303,9 +315,12 @@ class Request:
 
     def output(self) -> RequestOutput:
         """The output so far."""
-        completions = tuple([completion.snapshot() for completion in self.completions])
-        cached = self.completions[0].num_cached
-        fields = dict(id=self.id, prompt_token_ids=self.prompt, outputs=completions, num_cached_tokens=cached)
+        fields = {
+            "id": self.id,
+            "prompt_token_ids": self.prompt,
+            "outputs": tuple([completion.snapshot() for completion in self.completions]),
+            "num_cached_tokens": self.completions[0].num_cached,
+        }
         return _made(RequestOutput, fields)
 
     @property

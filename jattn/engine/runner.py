@@ -46,6 +46,7 @@ class InFlight:
     device_rows: tuple[tuple[Row, ...], ...]  # of each data rank; see batch.device_rows_of
     max_rows: int  # R of each rank's batch
     result: Future[DispatchResult]
+    sent: Future  # done once the device has the dispatch
 
     @functools.cached_property
     def last_row(self) -> dict[str, int]:
@@ -105,7 +106,7 @@ class Runner:
         """Send the batches of all data ranks to the device. number: of the dispatch, for profiles."""
         sent = self._sender.submit(self._dispatch, packed_batch(batches, self.shapes), number)
         result = self._reader.submit(_read, sent, any([batch.needs_history_or_logprobs for batch in batches]))
-        return InFlight(plan, device_rows, len(batches[0].source), result)
+        return InFlight(plan, device_rows, len(batches[0].source), result, sent)
 
     def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:
         """In the sending thread: (what is sampled, when sending began)."""

@@ -171,22 +171,26 @@ class Detokenizer:
 
     def add(self, new: Sequence[int]) -> str:
         """The text that these tokens add. An unfinished character is held back until later tokens complete it."""
-        text = self._add_together(new) if len(new) > 1 else ""
-        if not text:  # one by one: there is one, or their text has an unfinished or invalid character
+        text = self._add_together(new) if len(new) > 1 else None
+        if text is None:  # one by one
+            text = ""
             for token in new:
                 self._window, added, _ = self._extended((token,))
                 text += added
         self._parts.append(text)
         return text
 
-    def _add_together(self, new: Sequence[int]) -> str:
-        """The text that these tokens add, decoded once. "" if it has an unfinished or invalid character: then nothing
-        changes."""
+    def _add_together(self, new: Sequence[int]) -> str | None:
+        """The text that these tokens add, decoded once. None, and nothing changes, if it has an unfinished or invalid
+        character, or if they change the text before them."""
         window, text, is_whole = self._extended(new)
         if not is_whole or REPLACEMENT in text:
-            return ""
-        if text:
-            self._window = window
+            return None
+        if not text:
+            if self.tokenizer.decode(window.tokens) != window.returned:
+                return None
+            window = _with_few_silent(window)
+        self._window = window
         return text
 
     def mark(self) -> tuple[_Window, int]:
@@ -237,6 +241,13 @@ class Detokenizer:
             text = last_text if is_whole else last_text.rstrip(REPLACEMENT)
             return _Window(last, len(last), text, text, 0)
         return _Window(tokens, len(tokens), text, text, 0)
+
+
+def _with_few_silent(window: _Window) -> _Window:
+    """The window as it is where its silent tokens came one by one: as many as wait for a character are dropped."""
+    tokens, waiting = window.tokens, window.num_silent % MAX_TOKENS_PER_CHARACTER
+    told = len(tokens) - window.num_silent
+    return window._replace(tokens=tokens[:told] + tokens[len(tokens) - waiting :], num_silent=waiting)
 
 
 def _window_of_prompt(tokenizer: Tokenizer, prompt: Sequence[int]) -> _Window:

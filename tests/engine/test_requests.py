@@ -64,7 +64,7 @@ def test_a_prompt_may_be_any_sequence_of_integers():
         ([[]], "empty"),
         ([[5.0]], "float64"),
         ([[True, False]], "bool"),
-        ([[2**70]], "object"),
+        ([[2**70]], "outside the vocabulary"),
         ([[2**64 - 1]], "outside the vocabulary"),
         ([[-1]], "outside the vocabulary"),
         ([[[5], [6]]], r"shape \(2, 1\)"),

@@ -1,11 +1,15 @@
 """Dispatches that are sent before the previous one is read."""
 
+import threading
+import time
+
 import jax
 import numpy as np
 import pytest
 
-from jattn.engine import Engine, SamplingParams
+from jattn.engine import Engine, SamplingParams, flights
 from jattn.engine.programs import Programs
+from jattn.engine.scheduler import Scheduler
 from jattn.text import ByteTokenizer
 from tests.engine import fake
 
@@ -47,6 +51,42 @@ def test_the_next_burst_is_sent_before_this_one_is_read_and_dropped_where_the_ho
     assert told == fake.greedy(HYBRID, *drop)[0][: len(told)] and found[ids[1]].finish_reason == "abort"
     for pool in served.tables.pools:
         pool.check({})
+
+
+def test_an_idle_device_has_a_dispatch_before_the_next_one_is_planned(monkeypatch):
+    """The thread that sends it needs Python's interpreter, which planning would take from it."""
+    events, call, schedule = [], Programs.__call__, Scheduler.schedule
+
+    def slow_call(*args):
+        time.sleep(0.01)
+        results = call(*args)
+        events.append("sent")
+        return results
+
+    monkeypatch.setattr(flights, "HANDOVER_SECONDS", 60)
+    monkeypatch.setattr(Programs, "__call__", slow_call)
+    monkeypatch.setattr(Scheduler, "schedule", lambda *args, **kw: events.append("planned") or schedule(*args, **kw))
+    served = engine(HYBRID)
+    served.add_request([4, 5, 6], SamplingParams(max_tokens=20, temperature=0))
+    served.step()
+    assert events[:3] == ["planned", "sent", "planned"]
+    assert len(list(served.drain())) == 1
+
+
+def test_a_device_that_takes_a_dispatch_slowly_does_not_hold_the_plan_of_the_next_one(monkeypatch):
+    """If XLA could not record the loop over steps, sending ends only when the last step begins."""
+    planned, call, schedule = threading.Event(), Programs.__call__, Scheduler.schedule
+    monkeypatch.setattr(Programs, "__call__", lambda *args: planned.wait(60) and call(*args))
+
+    def plan(self, in_flight=False):
+        if in_flight:
+            planned.set()
+        return schedule(self, in_flight)
+
+    monkeypatch.setattr(Scheduler, "schedule", plan)
+    served = engine(HYBRID)
+    served.add_request([4, 5, 6], SamplingParams(max_tokens=20, temperature=0))
+    assert len(list(served.drain())) == 1 and planned.is_set()
 
 
 def test_r35_a_dispatched_batch_is_read_only_and_shares_no_memory(monkeypatch):

@@ -28,10 +28,11 @@ def test_a_stream_is_the_text_and_never_half_a_character(text, sizes):
 
 
 @hypothesis.given(
-    st.lists(st.sampled_from([*b"a \xe2\x82\xac\xff"]), max_size=30), st.lists(st.integers(1, 8), max_size=30)
+    st.lists(st.sampled_from([*b"a \xe2\x82\xac\xff", 300, 301]), max_size=40),
+    st.lists(st.integers(1, 16), max_size=40),
 )
 def test_a_bursts_text_is_the_text_of_its_tokens_one_by_one(octets, sizes):
-    """Also for bytes that are not valid text."""
+    """Also for bytes that are not valid text, and among tokens without text, as 300 is."""
     tokens, ones, bursts = [octet + CODE.num_special for octet in octets], Detokenizer(CODE), Detokenizer(CODE)
     for token in tokens:
         ones.add([token])
@@ -54,6 +55,25 @@ def test_bytes_that_are_no_text_do_not_hold_the_stream_for_ever():
     stream = Detokenizer(CODE)
     shown = stream.add([0x80 + CODE.num_special] * 12)
     assert len(shown) >= 6
+
+
+class Counting(ByteTokenizer):
+    """It counts the calls of decode, and the most tokens of one."""
+
+    calls, longest = 0, 0
+
+    def decode(self, token_ids):
+        self.calls, self.longest = self.calls + 1, max(self.longest, len(token_ids))
+        return super().decode(token_ids)
+
+
+def test_a_burst_without_text_is_decoded_once_or_twice_and_kept_no_longer_than_a_character():
+    code = Counting()
+    stream = Detokenizer(code, CODE.encode("a"))
+    for _ in range(5):
+        code.calls = 0
+        assert stream.add([300] * 16) == "" and code.calls <= 2
+    assert code.longest <= 16 + 8 and stream.add(CODE.encode("b")) == "b"
 
 
 class Spaced:
