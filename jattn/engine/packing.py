@@ -1,6 +1,7 @@
 """Packed trees: about thirty small numpy arrays as one, because on a GPU each array of a call costs about 0.2 ms."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -53,7 +54,7 @@ def pack(tree: Any) -> Packed:
             kinds.append(None)
         else:
             words.append(_words(leaf))
-            kinds.append((leaf.shape, leaf.dtype.name))
+            kinds.append((leaf.shape, _name(leaf.dtype)))
     joined = np.concatenate(words) if words else np.zeros(0, np.int32)
     joined.setflags(write=False)
     return Packed(words=joined, apart=tuple(apart), tree=PackedTree(structure, tuple(kinds)))
@@ -70,6 +71,11 @@ def pack_ranks(trees: Sequence[Any]) -> Packed:
     words = np.concatenate([each.words for each in packed])
     words.setflags(write=False)
     return Packed(words=words, apart=packed[0].apart, tree=packed[0].tree)
+
+
+@functools.cache
+def _name(dtype: np.dtype) -> str:
+    return dtype.name  # numpy computes it anew each time, which takes longer than to copy a small array
 
 
 def _words(leaf: np.ndarray | np.generic) -> np.ndarray:
