@@ -46,6 +46,9 @@ ABORT_SECONDS = 30
 END_NOTICE_SECONDS = 1.0
 """Process 0 waits so long after writing `end`, so that the others can read it: the store ends with process 0."""
 
+TELL_SECONDS = 1.0
+"""How long a process that ends tries to write `end`: the store may not answer."""
+
 MAX_SECONDS = 86400.0
 """The longest time-out of a process."""
 
@@ -62,7 +65,8 @@ class Processes:
     """This process among `count`; process `id` 0 leads. Make it with `join`.
 
     A thread watches the others. If one gives no sign of life for `seconds`, or tells that it fails, the thread calls
-    `on_end`; this process must then end too, because its next collective operation would wait for ever.
+    `on_end`; this process must then end too, because its next collective operation would wait for ever. In the others
+    than process 0, a second thread watches the store: a call of a store that does not answer never returns.
     """
 
     def __init__(self, client: Any, count: int, id: int, seconds: float, on_end: OnEnd):
@@ -72,8 +76,11 @@ class Processes:
         self._number = 0  # of the next list of commands
         self._first_group = 0  # of commands that are not deleted
         self._left = threading.Event()
+        self._answered_at = time.monotonic()  # when the store last answered the watcher
         self._watcher = threading.Thread(target=self._watch, name="jattn-processes", daemon=True)
         self._watcher.start()
+        if not self.leads:
+            threading.Thread(target=self._watch_store, name="jattn-store", daemon=True).start()
 
     @classmethod
     def join(cls, coordinator: str, count: int, id: int, *, seconds: float = 30.0, on_end: OnEnd) -> "Processes":
@@ -149,10 +156,15 @@ class Processes:
     def fail(self, why: str) -> None:
         """Tell the others that this process ends, and why."""
         self._left.set()
+        teller = threading.Thread(target=self._tell, args=(why,), daemon=True)
+        teller.start()
+        teller.join(TELL_SECONDS)
+        if self.leads:
+            time.sleep(END_NOTICE_SECONDS)
+
+    def _tell(self, why: str) -> None:
         with contextlib.suppress(JaxRuntimeError):  # somebody else told first, or the store is gone
             self._client.key_value_set("jattn/end", why)
-            if self.leads:
-                time.sleep(END_NOTICE_SECONDS)
 
     def leave(self) -> None:
         """Disconnect after an orderly stop.
@@ -177,7 +189,7 @@ class Processes:
                 states = {
                     key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get("jattn/alive/")
                 }
-                now = time.monotonic()
+                now = self._answered_at = time.monotonic()
                 seen |= {id: (value, now) for id, value in states.items() if seen.get(id, ("", 0))[0] != value}
                 if self.leads and not is_signalled and any(value.endswith("stop") for value in states.values()):
                     is_signalled = True
@@ -194,6 +206,13 @@ class Processes:
                 return
             if why is not None:
                 self.on_end(self, why)
+                return
+
+    def _watch_store(self) -> None:
+        """The second thread: process 0, which has the store, may be stopped, or the network."""
+        while not self._left.wait(min(POLL_SECONDS, self.seconds / 4)):
+            if time.monotonic() - self._answered_at > self.seconds:
+                self.on_end(self, f"process 0 has given no sign of life for {self.seconds:g} s")
                 return
 
     # ------------------------------------------------------------------ the store

@@ -231,6 +231,22 @@ def test_the_store_is_gone_with_process_0(processes):
     assert told == [(1, "process 0 cannot be reached (UNAVAILABLE: Socket closed)")]
 
 
+def test_a_store_that_does_not_answer_is_process_0_that_hangs(processes, monkeypatch):
+    """kill -STOP of process 0: a call of its store returns neither a value nor an error."""
+    monkeypatch.setattr(rules, "TELL_SECONDS", 0.05)
+    make, store, told = processes
+    over, write = threading.Event(), store.key_value_set
+    make(1, seconds=0.5)
+    wait_for(lambda: "jattn/alive/1" in store.values)
+    store.key_value_set = lambda *args, **options: over.wait(60) and write(*args, **options)
+    try:
+        wait_for(lambda: told)
+        assert told == [(1, "process 0 has given no sign of life for 0.5 s")]
+        make(0).fail("this returns too")
+    finally:
+        over.set()
+
+
 def test_a_process_whose_others_do_not_come_says_so(monkeypatch, caplog):
     """JAX would abort it, with a stack of C++."""
     over = threading.Event()
