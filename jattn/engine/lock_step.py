@@ -65,16 +65,15 @@ class LockStepEngine(Engine):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, *, processes: Processes, **options: Any) -> "LockStepEngine":
-        """As Engine.from_pretrained. Processes with other options, versions or weights end before they load a weight.
+        """As Engine.from_pretrained. Processes with other options, weights or JAX end before they load a weight.
 
         Weights that are divided or quantised in another way would end in a collective operation that never ends.
         """
-        from jattn import __version__
         from jattn.models import checkpoint
 
         fingerprint = checkpoint.fingerprint(directory)
         given = {name: repr(value) for name, value in options.items() if name not in ("progress", "seed")}
-        _agree(processes, "given", dict(jattn=__version__, jax=jax.__version__, weights=fingerprint) | given)
+        _agree(processes, "given", dict(jax=jax.__version__, weights=fingerprint) | given)
         made = super().from_pretrained(directory, fingerprint=fingerprint, processes=processes, **options)
         assert isinstance(made, LockStepEngine)
         return made

@@ -15,7 +15,6 @@ from jattn.engine import LockStepEngine, SamplingParams, admission
 from jattn.engine import processes as rules
 from jattn.engine.processes import Processes
 from jattn.errors import EngineDeadError
-from jattn.models import checkpoint
 from tests.engine.test_mesh import LLAMA, OPTIONS, PROMPT, VOCAB, mesh, of_one_device, params_of, tokens_of_a_trace
 from tests.models import tiny
 
@@ -144,14 +143,6 @@ def test_other_options_are_named_before_a_weight_is_loaded(processes, tmp_path, 
         LockStepEngine.from_pretrained(
             tmp_path, processes=make(1), mesh=mesh(2), num_blocks=9, block_size=4, seed=3, **option
         )
-
-
-def test_another_version_of_jattn_is_named(processes, tmp_path, monkeypatch):
-    tiny.write(tmp_path)
-    make, _, _ = processes
-    make(0)._set("given", dict(jattn="0.0.9", jax=jax.__version__, weights=checkpoint.fingerprint(tmp_path)))
-    with pytest.raises(ValueError, match=r"here jattn=\S+ and there 0\.0\.9$"):
-        LockStepEngine.from_pretrained(tmp_path, processes=make(1))
 
 
 def test_the_same_devices_in_another_layout_are_a_different_start(processes):
