@@ -69,8 +69,9 @@ class LockStepEngine(Engine):
 
         Weights that are divided or quantised in another way would end in a collective operation that never ends.
         """
-        from jattn.models import checkpoint
+        from jattn.models import checkpoint, load_config
 
+        load_config(directory)  # first, because its error says more of a folder that is not there
         fingerprint = checkpoint.fingerprint(directory)
         given = {name: repr(value) for name, value in options.items() if name not in ("progress", "seed")}
         _agree(processes, "given", dict(jax=jax.__version__, weights=fingerprint) | given)

@@ -145,6 +145,12 @@ def test_other_options_are_named_before_a_weight_is_loaded(processes, tmp_path, 
         )
 
 
+def test_a_folder_that_is_not_there_is_what_one_process_says_of_it(processes, tmp_path):
+    make, _, _ = processes
+    with pytest.raises(FileNotFoundError, match="absent is not a folder; pass one with config.json"):
+        LockStepEngine.from_pretrained(tmp_path / "absent", processes=make(0))
+
+
 def test_the_same_devices_in_another_layout_are_a_different_start(processes):
     make, _, _ = processes
     engine(make(0), deterministic=True, mesh=mesh(1, data=2))
