@@ -214,13 +214,20 @@ def _watch(folder: pathlib.Path) -> None:
             removed = _remove_damaged(folder, name, all_if_unknown=what == "reading")
             if not logged:
                 logged.append(name)
-                again = "; it is compiled again" if what == "reading" else ""
                 log.warning(
-                    "%s the kept program %s in %s failed (%s)%s, %d damaged ones removed; later failures are not shown",
-                    what, name, folder, why, again, removed,
+                    "%s the kept program %s in %s failed (%s)%s; later failures are not shown",
+                    what, name, folder, why, _done_about(what, removed),
                 )  # fmt: skip
 
     warnings.showwarning = show
+
+
+def _done_about(what: str, removed: int) -> str:
+    """What was done about a failure of `what`, for the log."""
+    if what == "writing":
+        return "; the part that was written is removed" if removed else ""
+    files = "1 damaged file is removed" if removed == 1 else f"{removed} damaged files are removed"
+    return f"; it is compiled again{f', {files}' if removed else ''}"
 
 
 def _remove_damaged(folder: pathlib.Path, name: str, all_if_unknown: bool) -> int:

@@ -52,6 +52,18 @@ def detect() -> Chip:
     return Chip(device.platform, device.device_kind if device.platform == "tpu" else "")
 
 
+def check_context(what: str) -> None:
+    """UnsupportedError inside jax.set_mesh of a mesh whose axes are Explicit. There shard_map takes no other mesh, and
+    JAX wants to be told the sharding of results that it decides itself elsewhere. what: the subject of the sentence.
+    """
+    explicit = jax.sharding.get_abstract_mesh().explicit_axes
+    if explicit:
+        raise UnsupportedError(
+            f"jax.set_mesh is on, with the Explicit axes {explicit}, but {what} itself: call it outside, or set a mesh "
+            "with axis_types=(jax.sharding.AxisType.Auto, ...)"
+        )
+
+
 @functools.cache
 def processors() -> int | None:
     """Multiprocessors of JAX's default device; None if it is not a GPU, or does not tell."""

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends import checks
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.errors import UnsupportedError
 from jattn.errors.arguments import as_array, boolean, check_kind, integer, kind, sequence_of, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.batch import BATCH, queries_of
@@ -64,16 +64,6 @@ def _ranks(mesh: Mesh, axis: str) -> tuple[Mesh, int]:
 def _axes(name: str, value: Any) -> str | tuple[str, ...]:
     """The rule of an axis name, or of a list of names, outermost first."""
     return text(name, value) if isinstance(value, str) else sequence_of(text)(name, value)
-
-
-def _check_context() -> None:
-    """UnsupportedError inside jax.set_mesh of a mesh whose axes are Explicit: there shard_map takes no other mesh."""
-    explicit = jax.sharding.get_abstract_mesh().explicit_axes
-    if explicit:
-        raise UnsupportedError(
-            f"jax.set_mesh is on, with the Explicit axes {explicit}, but the step divides its arguments itself: call "
-            "it outside, or set a mesh with axis_types=(jax.sharding.AxisType.Auto, ...)"
-        )
 
 
 def _jitted(donate: bool) -> Callable[[Callable], Any]:
@@ -166,7 +156,7 @@ def tensor_parallel(
         return on_ranks(q, k, v, cache, meta, params)
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | None = None):
-        _check_context()
+        device.check_context("the step divides its arguments")
         params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
         checks.check_cache(cache, cache_spec)
         checks.check_params(attn.chosen, spec, cache_spec, params)
@@ -224,7 +214,7 @@ def decode_context_parallel(
     )
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | MLAParams | None = None):
-        _check_context()
+        device.check_context("the step divides its arguments")
         names = ("q", "kv_c", "k_pe") if isinstance(spec, MLASpec) else ("q", "k", "v")
         checks.check_cache(cache, cache_spec)
         params = with_arrays(params) if isinstance(params, AttentionParams) else params

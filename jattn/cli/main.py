@@ -15,8 +15,8 @@ from jattn.cli import bench, demo, doctor, explain, generate, models, plan, scre
 CLOSED_PIPE = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What writing to a full disk gives."""
+UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF)
+"""What writing to a full disk gives, and to a stdout that is closed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard(sys.stdout)
         _discard(sys.stderr)
         return CLOSED_PIPE
-    except OSError as error:  # a full disk
-        _discard(sys.stdout)
+    except OSError as error:  # a full disk, or stdout is closed
         return _unwritten(error)
 
 
@@ -75,7 +74,7 @@ def _run(argv: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except screen.EXPECTED as error:
-        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:  # of print, mostly
+        if isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None:  # of print, mostly
             return _unwritten(error)
         print(f"jattn: {error}", file=sys.stderr)
         return 2
@@ -85,9 +84,10 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _unwritten(error: OSError) -> int:
+    _discard(sys.stdout)
+    why = f"({error.strerror}): free space where it goes, or send it elsewhere"
+    if error.errno == errno.EBADF:
+        why = "(stdout is closed): send it somewhere"
     with contextlib.suppress(OSError):  # stderr may be the same file
-        print(
-            f"jattn: the output cannot be written ({error.strerror}): free space where it goes, or send it elsewhere",
-            file=sys.stderr,
-        )
+        print(f"jattn: the output cannot be written {why}", file=sys.stderr)
     return 2

@@ -64,6 +64,8 @@ def add(commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """0 if the engine can run the model on each of the devices, in some layout."""
+    if args.model == "":
+        raise ValueError("--model is empty: give a folder")
     if args.memory_fraction is not None and not 0 < args.memory_fraction <= 1:
         raise ValueError(f"--memory-fraction {args.memory_fraction} must be above 0 and at most 1")
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

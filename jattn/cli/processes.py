@@ -45,19 +45,22 @@ def run(args: argparse.Namespace, command: Command) -> int:
     if "pooling" in args and options.serves_embeddings(args):
         raise ValueError(f"{args.model} is an embedding model, which one process serves; leave out --coordinator")
     keep_freed_memory()  # before JAX starts its threads
-    processes = Processes.join(
-        args.coordinator,
-        args.num_processes,
-        args.process_id,
-        seconds=TIMEOUT if args.process_timeout is None else args.process_timeout,
-        on_end=_end,
-    )
+    processes = _join(args)
     try:
         code = (command if processes.leads else _follow)(args, processes)
         processes.leave()
     except BaseException as error:
         _fail(processes, error)
     return code
+
+
+def _join(args: argparse.Namespace) -> Processes:
+    seconds = TIMEOUT if args.process_timeout is None else args.process_timeout
+    try:
+        return Processes.join(args.coordinator, args.num_processes, args.process_id, seconds=seconds, on_end=_end)
+    except OSError as error:
+        print(f"jattn: {error}", file=sys.stderr, flush=True)
+        os._exit(2)  # a thread may wait in JAX, which would abort the process
 
 
 def _follow(args: argparse.Namespace, processes: Processes) -> int:

@@ -111,12 +111,13 @@ def open_missing() -> None:
     """Open the null device for each of stdin, stdout and stderr that is closed.
 
     Python has None in place of a closed one, print(file=None) writes to stdout, and the next file or socket that is
-    opened would get its number: what a library prints would be in it.
+    opened would get its number: what a library prints would be in it. What is written to stdout is an error (EBADF),
+    because it is the result of a command; complaints that nobody can read are not.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)  # the lowest number that is free: this one
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w" if number else "r", encoding="utf-8"))  # noqa: SIM115  for ever
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  for ever

@@ -56,7 +56,7 @@ KINDS: dict[str, DeviceKind] = dict(
 def kind_and_count(text: str) -> tuple[str, int]:
     """(name of a kind, number of devices) of "h200x8"; without a number: 1. ValueError if there is no such kind."""
     name, times, number = text.lower().rpartition("x")
-    if not (times and number.isdecimal()) or text.lower() in KINDS:
+    if not (times and number.isascii() and number.isdecimal() and len(number) < 10) or text.lower() in KINDS:
         name, number = text.lower(), "1"
     if name not in (*KINDS, "cpu") or not 1 <= int(number) <= 2**16:
         raise ValueError(

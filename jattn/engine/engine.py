@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jattn import device
 from jattn.cache import PagedKV
 from jattn.engine import admission, data_ranks, interrupts, shared_prefix, sizing, turns, weights
 from jattn.engine.batch import stop_ids_of
@@ -39,6 +40,9 @@ from jattn.text.tokenizer import Tokenizer, load_tokenizer
 Prompt = str | Many[int]
 
 log = logging.getLogger("jattn.engine")
+
+PLACES = "an engine places its arrays"
+"""For device.check_context."""
 
 
 class Engine:
@@ -84,6 +88,7 @@ class Engine:
         expert_parallel: bool = False,  # data ranks share one set of experts
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
+        device.check_context(PLACES)
         if forward is None:
             admission.check_decoder_only(config)
             admission.check_weights(config, params)
@@ -150,6 +155,7 @@ class Engine:
         """
         from jattn import models
 
+        device.check_context(PLACES)
         mesh = admission.mesh_of(
             mesh, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
             decode_context_parallel=decode_context_parallel,
@@ -258,6 +264,7 @@ class Engine:
     @interrupts.held()
     def _take_step(self) -> None:
         """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
+        device.check_context(PLACES)
         self.runner.must_be_awake("step()")
         with turns.short:
             self._contained(self._advance)
@@ -343,6 +350,7 @@ class Engine:
 
         progress(index, total, name) is called after each; index: 0, 1, ..
         """
+        device.check_context(PLACES)
         self.runner.must_be_awake("warmup()")
         if self.has_work:
             raise RuntimeError("warm up before the first request: the pool must be idle")

@@ -58,21 +58,24 @@ class LockStepEngine(Engine):
             seed=secrets.randbits(63) if seed is None else seed, jax=jax.__version__,
             **{name: repr(value) for name, value in options.items() if name != "chat_template"},
         )  # fmt: skip
-        agreed = processes.agree(start)
-        own_seed = {"seed": agreed["seed"]} if seed is None else {}
-        if wrong := [name for name, value in (start | own_seed).items() if agreed.get(name) != value]:
-            told = ", ".join(f"{name}={start[name]} and there {agreed.get(name)}" for name in wrong)
-            raise ValueError(f"process {processes.id} and process 0 were started differently: here {told}")
+        agreed = _agree(processes, "start", start, free=("seed",) if seed is None else ())
         super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
         self._flights: _DigestedFlights = _DigestedFlights(self.runner, self.config.eos_token_ids, self._prefix_rule)
         self._pending: list[list] = []  # commands that are not published yet
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, **options: Any) -> "LockStepEngine":
-        """As Engine.from_pretrained. Processes whose folders have other weights do not start."""
-        from jattn.models import checkpoint
+    def from_pretrained(cls, directory: str | Path, *, processes: Processes, **options: Any) -> "LockStepEngine":
+        """As Engine.from_pretrained. Processes with other options, weights or JAX end before they load a weight.
 
-        made = super().from_pretrained(directory, fingerprint=checkpoint.fingerprint(directory), **options)
+        Weights that are divided or quantised in another way would end in a collective operation that never ends.
+        """
+        from jattn.models import checkpoint, load_config
+
+        load_config(directory)  # first, because its error says more of a folder that is not there
+        fingerprint = checkpoint.fingerprint(directory)
+        given = {name: repr(value) for name, value in options.items() if name not in ("progress", "seed")}
+        _agree(processes, "given", dict(jax=jax.__version__, weights=fingerprint) | given)
+        made = super().from_pretrained(directory, fingerprint=fingerprint, processes=processes, **options)
         assert isinstance(made, LockStepEngine)
         return made
 
@@ -185,6 +188,15 @@ class LockStepEngine(Engine):
 
     def wake(self) -> None:
         raise UnsupportedError("wake() on several processes is not implemented: sleep() is not either")
+
+
+def _agree(processes: Processes, key: str, mine: dict[str, Any], free: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What process 0 has for `mine`; ValueError if this process has anything else, but for the names in `free`."""
+    agreed = processes.agree(key, mine)
+    if wrong := [name for name, value in mine.items() if name not in free and agreed.get(name) != value]:
+        told = ", ".join(f"{name}={mine[name]} and there {agreed.get(name)}" for name in wrong)
+        raise ValueError(f"process {processes.id} and process 0 were started differently: here {told}")
+    return agreed
 
 
 class _DigestedFlights(Flights):

@@ -3,7 +3,8 @@
 JAX's multi-controller runtime connects them (jax.distributed). Its coordinator runs in process 0 and has a store of
 keys and values, in which these keys are used, all below "jattn/":
 
-    start           what process 0 was started with, and the engine's seed
+    given           the options of process 0, before it loads weights
+    start           what its engine has, and the engine's seed
     commands/G/N    the Nth list of commands: process 0 writes it, the others run it. G is N // GROUP
     read/I          how many lists process I has read. Process 0 deletes the groups that all have read
     alive/I         a counter that process I increases while it lives, and whether it asks process 0 to stop
@@ -13,6 +14,7 @@ keys and values, in which these keys are used, all below "jattn/":
 import contextlib
 import itertools
 import json
+import logging
 import os
 import signal
 import socket
@@ -32,17 +34,28 @@ GROUP = 64
 POLL_SECONDS = 1.0
 """The longest wait for a key, and the time between two signs of life. Python handles signals between two waits."""
 
-CONNECT_SECONDS = 300
+CONNECT_SECONDS = 300.0
 """How long a process waits for the others at the start."""
+
+NOTICE_SECONDS = 10.0
+"""After so long the log says that the process waits for the others."""
+
+ABORT_SECONDS = 30
+"""So long after CONNECT_SECONDS, JAX aborts a process that still waits. `join` has raised its error by then."""
 
 END_NOTICE_SECONDS = 1.0
 """Process 0 waits so long after writing `end`, so that the others can read it: the store ends with process 0."""
+
+TELL_SECONDS = 1.0
+"""How long a process that ends tries to write `end`: the store may not answer."""
 
 MAX_SECONDS = 86400.0
 """The longest time-out of a process."""
 
 STOP = ["stop"]
 """The last command."""
+
+log = logging.getLogger("jattn.processes")
 
 OnEnd = Callable[["Processes", str], None]
 """Called with a sentence that says why this process must end."""
@@ -52,7 +65,8 @@ class Processes:
     """This process among `count`; process `id` 0 leads. Make it with `join`.
 
     A thread watches the others. If one gives no sign of life for `seconds`, or tells that it fails, the thread calls
-    `on_end`; this process must then end too, because its next collective operation would wait for ever.
+    `on_end`; this process must then end too, because its next collective operation would wait for ever. In the others
+    than process 0, a second thread watches the store: a call of a store that does not answer never returns.
     """
 
     def __init__(self, client: Any, count: int, id: int, seconds: float, on_end: OnEnd):
@@ -62,14 +76,18 @@ class Processes:
         self._number = 0  # of the next list of commands
         self._first_group = 0  # of commands that are not deleted
         self._left = threading.Event()
+        self._answered_at = time.monotonic()  # when the store last answered the watcher
         self._watcher = threading.Thread(target=self._watch, name="jattn-processes", daemon=True)
         self._watcher.start()
+        if not self.leads:
+            threading.Thread(target=self._watch_store, name="jattn-store", daemon=True).start()
 
     @classmethod
     def join(cls, coordinator: str, count: int, id: int, *, seconds: float = 30.0, on_end: OnEnd) -> "Processes":
         """Connect this process, before JAX starts its devices. coordinator: HOST:PORT, an address of process 0.
 
-        ValueError if an argument is wrong; OSError if the others do not come.
+        ValueError if an argument is wrong; OSError if the others do not come. End the process then: a thread still
+        waits for them, and JAX aborts the process after ABORT_SECONDS.
         """
         _host_and_port("coordinator", coordinator)
         if count < 2 or not 0 <= id < count:
@@ -84,15 +102,11 @@ class Processes:
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator)
         if id == 0:
             _check_address(bind)
-        try:
-            jax.distributed.initialize(
-                coordinator, count, id, coordinator_bind_address=bind, initialization_timeout=CONNECT_SECONDS,
-                # JAX's own watch aborts the process. It acts only if our watcher thread cannot run.
-                heartbeat_timeout_seconds=int(2 * seconds) + 10, shutdown_timeout_seconds=int(seconds) + 1,
-            )  # fmt: skip
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise OSError(f"process {id} of {count} cannot be connected through {coordinator}: {reason}") from error
+        _connect(coordinator, count, id, dict(
+            coordinator_bind_address=bind, initialization_timeout=int(CONNECT_SECONDS) + ABORT_SECONDS,
+            # JAX's own watch aborts the process. It acts only if our watcher thread cannot run.
+            heartbeat_timeout_seconds=int(2 * seconds) + 10, shutdown_timeout_seconds=int(seconds) + 1,
+        ))  # fmt: skip
         return cls(distributed.global_state.client, count, id, seconds, on_end)
 
     @property
@@ -100,12 +114,12 @@ class Processes:
         return self.id == 0
 
     # ------------------------------------------------------------------ commands
-    def agree(self, start: dict[str, Any]) -> dict[str, Any]:
-        """What process 0 was started with; every process calls it once, with its own."""
+    def agree(self, key: str, mine: dict[str, Any]) -> dict[str, Any]:
+        """What process 0 calls it with; every process does once for a key, with its own."""
         if self.leads:
-            self._set("start", start)
-            return start
-        return self._wait("start")
+            self._set(key, mine)
+            return mine
+        return self._wait(key)
 
     def publish(self, commands: list) -> None:
         """In process 0: the next list of commands, as JSON."""
@@ -142,10 +156,15 @@ class Processes:
     def fail(self, why: str) -> None:
         """Tell the others that this process ends, and why."""
         self._left.set()
+        teller = threading.Thread(target=self._tell, args=(why,), daemon=True)
+        teller.start()
+        teller.join(TELL_SECONDS)
+        if self.leads:
+            time.sleep(END_NOTICE_SECONDS)
+
+    def _tell(self, why: str) -> None:
         with contextlib.suppress(JaxRuntimeError):  # somebody else told first, or the store is gone
             self._client.key_value_set("jattn/end", why)
-            if self.leads:
-                time.sleep(END_NOTICE_SECONDS)
 
     def leave(self) -> None:
         """Disconnect after an orderly stop.
@@ -170,7 +189,7 @@ class Processes:
                 states = {
                     key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get("jattn/alive/")
                 }
-                now = time.monotonic()
+                now = self._answered_at = time.monotonic()
                 seen |= {id: (value, now) for id, value in states.items() if seen.get(id, ("", 0))[0] != value}
                 if self.leads and not is_signalled and any(value.endswith("stop") for value in states.values()):
                     is_signalled = True
@@ -187,6 +206,13 @@ class Processes:
                 return
             if why is not None:
                 self.on_end(self, why)
+                return
+
+    def _watch_store(self) -> None:
+        """The second thread: process 0, which has the store, may be stopped, or the network."""
+        while not self._left.wait(min(POLL_SECONDS, self.seconds / 4)):
+            if time.monotonic() - self._answered_at > self.seconds:
+                self.on_end(self, f"process 0 has given no sign of life for {self.seconds:g} s")
                 return
 
     # ------------------------------------------------------------------ the store
@@ -220,6 +246,34 @@ class Processes:
             raise EngineDeadError(
                 f"process 0 cannot be reached ({reason}): it has ended, or the network failed"
             ) from error
+
+
+def _connect(coordinator: str, count: int, id: int, options: dict[str, Any]) -> None:
+    """jax.distributed.initialize in a thread, because JAX aborts a process that has waited for too long; OSError."""
+    failure: list[Exception] = []
+
+    def initialize() -> None:
+        try:
+            jax.distributed.initialize(coordinator, count, id, **options)
+        except Exception as error:  # any kind, for the caller's thread
+            failure.append(error)
+
+    thread = threading.Thread(target=initialize, name="jattn-connect", daemon=True)
+    thread.start()
+    thread.join(min(NOTICE_SECONDS, CONNECT_SECONDS))
+    if thread.is_alive():
+        log.warning("process %d of %d waits for the others, which connect through %s", id, count, coordinator)
+        thread.join(max(CONNECT_SECONDS - NOTICE_SECONDS, 0))
+    if thread.is_alive():
+        raise OSError(
+            f"process {id} of {count} has waited {CONNECT_SECONDS:g} s for the others at {coordinator}: start each of "
+            f"them once, with --num-processes {count} and its own --process-id"
+        )
+    if failure and not isinstance(failure[0], RuntimeError):
+        raise failure[0]
+    if failure:
+        reason = str(failure[0]).splitlines()[0]
+        raise OSError(f"process {id} of {count} cannot be connected through {coordinator}: {reason}") from failure[0]
 
 
 def _host_and_port(name: str, address: str) -> tuple[str, int]:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import is_quantised
@@ -35,7 +36,21 @@ def adopt(params: Any) -> Any:
     numpy arrays are copied, because the caller can write to them (on a CPU, device_put may share their memory even with
     may_alias=False). JAX arrays are shared: the caller must not delete or donate them.
     """
-    return jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(np.array(x)), params)
+    return jax.tree.map(
+        lambda x: _with_auto_axes(x) if isinstance(x, jax.Array) else jax.device_put(np.array(x)), params
+    )
+
+
+def _with_auto_axes(x: jax.Array) -> jax.Array:
+    """x, in place, as an array of a mesh whose axes are Auto. With Explicit ones (of jax.make_mesh, or made inside
+    jax.set_mesh) JAX would want to be told the sharding of every result of a program.
+    """
+    place = x.sharding
+    if not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh) or not place.mesh.explicit_axes:
+        return x
+    names = place.mesh.axis_names
+    mesh = Mesh(place.mesh.devices, names, axis_types=(AxisType.Auto,) * len(names))
+    return jax.device_put(x, NamedSharding(mesh, place.spec, memory_kind=place.memory_kind))
 
 
 def distributed(params: Any, shardings: Any) -> Any:

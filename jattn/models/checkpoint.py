@@ -1,17 +1,17 @@
 """Checkpoint: the tensors of a folder of *.safetensors by name, memory-mapped and read one at a time."""
 
-import json
 import math
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from jattn import strict_json
 from jattn.errors.arguments import short
-from jattn.models.files import MAX_LISTED_BYTES, is_there, read_json, regular_file
+from jattn.models.files import MAX_DEPTH, MAX_LISTED_BYTES, is_there, read_json, regular_file
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -106,8 +106,8 @@ def fingerprint(directory: str | Path) -> int:
     """
     sum, folder = 0, Path(directory)
     for path in sorted(files_of(folder, read_index(folder))):
-        data = np.memmap(path, np.uint8, "r")
-        header = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        data = np.memmap(regular_file(path), np.uint8, "r")
+        header = min(8 + int.from_bytes(data[:8].tobytes(), "little"), len(data))  # a damaged file may tell any length
         begins = np.linspace(header, max(len(data) - SAMPLE, header), SAMPLES).astype(np.int64)
         parts = [data[:header], *(data[begin : begin + SAMPLE] for begin in begins)]
         sum = zlib.crc32(f"{path.name} {len(data)}".encode(), sum)
@@ -176,13 +176,21 @@ def _tensors(path: Path) -> list[TensorLocation]:
             raise
         raise ValueError(f"{path} is not a complete *.safetensors file ({error}): download it again") from error
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    table, data = json.loads(data[8:begin].tobytes()), data[begin:]
+    table, data = _table(path, data[8:begin].tobytes()), data[begin:]
 
     def location(name: str) -> TensorLocation:
         row = table[name]
         return TensorLocation(path, name, data[slice(*row["data_offsets"])], row["dtype"], tuple(row["shape"]))
 
     return [location(name) for name in names]
+
+
+def _table(path: Path, header: bytes) -> dict[str, Any]:
+    """The header of a file; the library has checked it, but takes the last of two tensors of one name."""
+    try:
+        return strict_json.parse(header.decode(), MAX_DEPTH)
+    except ValueError as error:
+        raise ValueError(f"{path}: its table of tensors cannot be read: {error}") from None
 
 
 def _check_index(path: Path, index: dict[str, str], locations: dict[str, TensorLocation]) -> None:

@@ -183,6 +183,7 @@ def test_a_folder_that_others_could_write_is_not_used(home, tmp_path, monkeypatc
 def test_a_full_disk_is_one_warning(home):
     counts, said = run(DISK_IS_FULL="1")
     assert said.count("writing the kept program") == 1 and "No space left" in said
+    assert "No space left on device); the part that was written is removed; later failures are not shown\n" in said
     assert not entries(home), "what was cut off is removed"
     assert counts["loaded"] == 0 and "Traceback" not in said
 
@@ -210,6 +211,7 @@ def test_damaged_programs_are_compiled_and_stored_again(filled):
     emptied.write_bytes(b"")
     second, said = run(PYTHONWARNINGS="error::UserWarning")
     assert second["stored"] == 3 and second["loaded"] == first["asked"] - 3
+    assert "; it is compiled again, 1 damaged file is removed; later failures are not shown\n" in said
     assert said.count("\n") == 1, "the first failure is one line; an empty entry is removed before it is read"
     third, said = run()
     assert third["loaded"] == first["asked"] - first["traced"] and third["traced"] == 0 and said == ""

@@ -42,6 +42,9 @@ def test_json_moves_with_every_option(folder, capsys):
 
 WRONG = {
     "h200z": (["--devices", "h200z"], "h200x8; the kinds are a100"),
+    "digits": (["--devices", "h200x٢"], "devices='h200x٢' must be KIND or KINDxN"),
+    "many digits": (["--devices", f"h200x{'1' * 5000}"], "must be KIND or KINDxN"),
+    "empty": (["--devices", "l4", "--model", ""], "--model is empty"),
     "dtype": (["--devices", "l4", "--cache-dtype", "bf17"], "--cache-dtype"),
     "fraction": (["--devices", "l4", "--memory-fraction", "2"], "--memory-fraction 2.0 must be"),
     "seqs": (["--devices", "l4", "--max-num-seqs", "0"], "--max-num-seqs 0 must be 1 or more"),

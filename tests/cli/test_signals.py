@@ -62,6 +62,26 @@ def test_closed_descriptors_give_an_error_that_does_not_go_to_stdout():
     assert (ended.returncode, ended.stdout) == (2, "")
 
 
+@pytest.mark.parametrize("command", ["models", "--help", "generate x --max-tokens 2"])
+def test_a_result_for_a_closed_stdout_is_an_error(command):
+    """The shell's >&-. It was exit code 0, although nobody got the result."""
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m jattn {command} >&-"], env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=250,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "jattn: the output cannot be written (stdout is closed): send it somewhere\n"
+
+
+@pytest.mark.parametrize("command", ["generate x --model no-such-folder"])
+def test_another_error_is_told_also_if_stdout_is_closed(command):
+    ended = subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m jattn {command} >&-"], env=ENVIRONMENT, capture_output=True, text=True,
+        timeout=250,
+    )  # fmt: skip
+    assert ended.returncode == 2 and "no-such-" in ended.stderr and "closed" not in ended.stderr
+
+
 def test_an_error_while_programs_compile_does_not_wait_for_the_others(monkeypatch):
     compiled, ended = [], threading.Event()
 

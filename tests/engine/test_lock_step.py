@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
-from jattn import UnsupportedError
+from jattn import UnsupportedError, models
 from jattn.engine import LockStepEngine, SamplingParams, admission
 from jattn.engine import processes as rules
 from jattn.engine.processes import Processes
 from jattn.errors import EngineDeadError
 from tests.engine.test_mesh import LLAMA, OPTIONS, PROMPT, VOCAB, mesh, of_one_device, params_of, tokens_of_a_trace
+from tests.models import tiny
 
 
 class Store:
@@ -124,6 +125,32 @@ def test_folders_with_other_weights_do_not_start(processes):
         engine(make(1), deterministic=True, fingerprint=8)
 
 
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (dict(quantization="int8"), "here quantization='int8' and there None"),
+        (dict(max_num_seqs=3), "here max_num_seqs=3 and there None"),
+    ],
+)
+def test_other_options_are_named_before_a_weight_is_loaded(processes, tmp_path, monkeypatch, option, told):
+    """Weights that are quantised in one process only would end in a collective that the other never joins."""
+    tiny.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    make, _, _ = processes
+    LockStepEngine.from_pretrained(tmp_path, processes=make(0), mesh=mesh(2), num_blocks=9, block_size=4)
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(ValueError, match=f"process 1 and process 0 were started differently: {told}$"):
+        LockStepEngine.from_pretrained(
+            tmp_path, processes=make(1), mesh=mesh(2), num_blocks=9, block_size=4, seed=3, **option
+        )
+
+
+def test_a_folder_that_is_not_there_is_what_one_process_says_of_it(processes, tmp_path):
+    make, _, _ = processes
+    with pytest.raises(FileNotFoundError, match="absent is not a folder; pass one with config.json"):
+        LockStepEngine.from_pretrained(tmp_path / "absent", processes=make(0))
+
+
 def test_the_same_devices_in_another_layout_are_a_different_start(processes):
     make, _, _ = processes
     engine(make(0), deterministic=True, mesh=mesh(1, data=2))
@@ -199,6 +226,48 @@ def test_the_store_is_gone_with_process_0(processes):
     make(1, store=gone)
     wait_for(lambda: told)
     assert told == [(1, "process 0 cannot be reached (UNAVAILABLE: Socket closed)")]
+
+
+def test_a_store_that_does_not_answer_is_process_0_that_hangs(processes, monkeypatch):
+    """kill -STOP of process 0: a call of its store returns neither a value nor an error."""
+    monkeypatch.setattr(rules, "TELL_SECONDS", 0.05)
+    make, store, told = processes
+    over, write = threading.Event(), store.key_value_set
+    make(1, seconds=0.5)
+    wait_for(lambda: "jattn/alive/1" in store.values)
+    store.key_value_set = lambda *args, **options: over.wait(60) and write(*args, **options)
+    try:
+        wait_for(lambda: told)
+        assert told == [(1, "process 0 has given no sign of life for 0.5 s")]
+        make(0).fail("this returns too")
+    finally:
+        over.set()
+
+
+def test_a_process_whose_others_do_not_come_says_so(monkeypatch, caplog):
+    """JAX would abort it, with a stack of C++."""
+    over = threading.Event()
+    monkeypatch.setattr(rules, "NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(rules, "CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: over.wait(60))
+    with pytest.raises(OSError, match="process 1 of 2 has waited 0.1 s for the others at 127.0.0.1:1: start each"):
+        Processes.join("127.0.0.1:1", 2, 1, on_end=lambda group, why: None)
+    over.set()
+    assert "process 1 of 2 waits for the others, which connect through 127.0.0.1:1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "seen"),
+    [(RuntimeError("UNAVAILABLE: no\nmore"), (OSError, "through 127.0.0.1:1: UNAVAILABLE: no$")),
+     (ValueError("devices are made"), (ValueError, "^devices are made$"))],
+)  # fmt: skip
+def test_an_error_of_the_connection_reaches_the_caller(monkeypatch, error, seen):
+    def initialize(*_, **__):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(seen[0], match=seen[1]):
+        Processes.join("127.0.0.1:1", 2, 1, on_end=lambda group, why: None)
 
 
 @pytest.mark.parametrize(

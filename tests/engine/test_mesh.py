@@ -413,3 +413,33 @@ def test_a_mesh_with_a_device_twice_is_refused():
     config, device = models.config_of(COMMON | dict(model_type="llama")), jax.devices()[0]
     with pytest.raises(ValueError, match=r"a device more than once: \[0, 0\]"):
         Engine(config, models.init_params(config, 0, "float32"), mesh=Mesh(np.array([device, device]), ("tensor",)))
+
+
+def test_inside_a_mesh_of_explicit_axes_an_engine_says_so_and_loses_no_request():
+    """It died there in its first step, because JAX could not infer the sharding of a result."""
+    explicit, params = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,)), params_of(LLAMA)
+    refused = functools.partial(pytest.raises, UnsupportedError, match=r"set_mesh.*\('x',\).*an engine places.*outside")
+    for options in ({}, dict(mesh=mesh(2))):
+        with jax.set_mesh(explicit), refused():
+            Engine(LLAMA, params, **OPTIONS | options)
+    served = engine(deterministic=True)
+    served.add_request(PROMPT, GREEDY)
+    for call in (served.step, served.warmup):
+        with jax.set_mesh(explicit), refused():
+            call()
+    (output,) = [each for each in served.drain() if each.finished]
+    assert output.error is None and len(output.token_ids) == 12
+
+
+@pytest.mark.parametrize("partition", [(), ("x",)], ids=["replicated", "divided"])
+def test_weights_on_a_mesh_of_explicit_axes_are_served_where_they_are(partition):
+    explicit = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    place = jax.sharding.NamedSharding(explicit, jax.sharding.PartitionSpec(*partition))
+    params = jax.device_put(params_of(LLAMA), place)
+    served = Engine(LLAMA, params, deterministic=True, **OPTIONS)
+    pointers = lambda tree: [
+        part.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for part in x.addressable_shards
+    ]
+    assert pointers(served.params) == pointers(params), "the weights were copied"
+    wanted = engine(deterministic=True).generate([PROMPT], GREEDY)
+    assert [output.token_ids for output in served.generate([PROMPT], GREEDY)] == [wanted[0].token_ids]

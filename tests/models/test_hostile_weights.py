@@ -112,6 +112,18 @@ def test_a_shard_that_cannot_be_read_is_named(folder, name):
         models.load(folder)
 
 
+def test_two_tensors_of_one_name_in_a_table_are_refused(folder):
+    """Parsers differ in which one they take."""
+    content = (folder / TWO).read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    rows = json.loads(content[8:begin])
+    name = next(iter(rows.keys() - {"__metadata__"}))
+    again = json.dumps(rows)[:-1] + f', "{name}": {json.dumps(rows[name])}}}'
+    (folder / TWO).write_bytes(table(again.encode(), content[begin:]))
+    with pytest.raises(ValueError, match=f"{TWO}: its table of tensors cannot be read: the key '{name}' appears twice"):
+        models.load(folder)
+
+
 NAME = "model.layers.0.mlp.up_proj.weight"
 WRONG_TENSORS = {
     "integers": (lambda x: x.astype(np.int32), "int32.*must be one of float16"),

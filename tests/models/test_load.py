@@ -84,6 +84,18 @@ def test_a_fingerprint_is_of_the_weights(folder, tmp_path):
     assert checkpoint.fingerprint(first) != checkpoint.fingerprint(second)
 
 
+@pytest.mark.parametrize("content", [b"", b"12", b"\xff" * 8 + b"x"], ids=["empty", "two bytes", "a huge header"])
+def test_a_fingerprint_of_a_damaged_file_is_a_number_or_names_it(folder, tmp_path, content):
+    shutil.copytree(folder, tmp_path / "a")
+    file = tmp_path / "a" / checkpoint.SINGLE
+    file.write_bytes(content)
+    if content:
+        assert checkpoint.fingerprint(tmp_path / "a") != checkpoint.fingerprint(folder)
+    else:
+        with pytest.raises(ValueError, match=f"{checkpoint.SINGLE} is empty"):
+            checkpoint.fingerprint(tmp_path / "a")
+
+
 def test_a_sharding_may_be_chosen_by_logical_axes(folder):
     mesh = jax.sharding.Mesh(jax.devices()[:2], "m")
     split = lambda path, weight: jax.sharding.NamedSharding(

@@ -126,6 +126,25 @@ def test_they_start_again_at_the_same_address_and_process_0_is_killed(folder, al
     assert code not in (0, None) and ("process 0 cannot be reached" in said or "another task died" in said), said
 
 
+@pytest.mark.parametrize("id", ["0", "1"])
+def test_a_process_that_stays_alone_ends_with_a_sentence(id):
+    port = free_port()
+    program = (
+        "import sys; from jattn import cli; from jattn.engine import processes; "
+        "processes.CONNECT_SECONDS = 1.0; sys.exit(cli.main())"
+    )
+    words = ["generate", "x", "--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id", id]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(tree.ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 2 and done.stdout == "" and "\n    @ " not in done.stderr, done.stderr
+    assert done.stderr.endswith(
+        f"jattn: process {id} of 2 has waited 1 s for the others at 127.0.0.1:{port}: start each of them once, with "
+        "--num-processes 2 and its own --process-id\n"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, 1])
 def test_sigterm_in_either_lets_requests_finish_and_ends_both(folder, which):
@@ -139,12 +158,11 @@ def test_sigterm_in_either_lets_requests_finish_and_ends_both(folder, which):
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_ends_the_other(folder):
-    with pair(free_port(), "serve", "--model", str(folder), "--port", "0", "--no-warmup", seconds=10) as (
-        server,
-        other,
-    ):
-        url_of(server)
-        other.send_signal(signal.SIGSTOP)
-        code, said = end_of(server)
-    assert code == 1 and "process 1 has given no sign of life for 10 s" in said
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_process_that_hangs_ends_the_other(folder, which):
+    """Process 0 has the store, whose calls hang with it."""
+    with pair(free_port(), "serve", "--model", str(folder), "--port", "0", "--no-warmup", seconds=10) as both:
+        url_of(both[0])
+        both[which].send_signal(signal.SIGSTOP)
+        code, said = end_of(both[1 - which])
+    assert code == 1 and f"process {which} has given no sign of life for 10 s" in said
