@@ -15,7 +15,8 @@ The ranked list, for any batch:
 4. The remaining units are laid end to end on a line, which is cut so that every CTA ends with the same total. A cut
    within a unit makes two pieces with partial results, so at most C - 1 units are merged, whatever the batch. Shapes
    are static and there is no number of splits to tune. Where giving out these units whole, in snake order too, makes
-   the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut.
+   the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut. Where few long units have
+   equally many parts at hardly more than an equal share (see EVEN_SHARE) and their keys exceed L2, a CTA gets one.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with config.whole_units
@@ -64,6 +65,9 @@ units of one head also pass over its keys at the same time, so that they are rea
 WIDE, WIDE_CUTS_SHARE = 192, 1.12
 """The share for heads wider than that, whose queries have one buffer: a piece more costs twice as much. Ragged prompts
 of heads of 256, 1.11 times a share when whole, take 561 us, and 681 in pieces."""
+EVEN_SHARE = 1.06
+"""The share up to which long units are cut into equal parts, one for each CTA: the tiles of one head then pass over its
+keys at the same time, which are read into L2 once. Otherwise each CTA begins at a place of its own."""
 CUTS_KEYS = 256
 """The same in keys, for a flat list: a merge and a second piece take as long as these."""
 WHOLE_KEYS = 512
@@ -311,7 +315,8 @@ def _assign(info, cost, config) -> GpuWorkList:
     heads, ctas = config.num_kv_heads, config.num_ctas
     few, keys = _kinds(info, cost)
     tiles = jnp.sum(cost > 0, dtype=jnp.int32)
-    set_heads = _set_heads(few, keys, tiles, config)
+    passes = _keys_pass_through_l2(few, keys, config)
+    set_heads = jnp.where(passes & (tiles >= ctas), 1, config.heads_together or heads).astype(jnp.int32)
     num_units, set_units = tiles * heads, jnp.maximum(tiles, 1) * set_heads
     unit = jnp.arange(cdiv(cost.shape[0] * heads, ctas) * ctas, dtype=jnp.int32)
     tile, _ = place_of(unit, set_units, heads, set_heads)
@@ -328,6 +333,9 @@ def _assign(info, cost, config) -> GpuWorkList:
     rest = (total - base).astype(jnp.float32)
     cuts = jnp.floor(jnp.cumsum(share) * (rest / jnp.maximum(jnp.sum(share), 1e-6))).astype(jnp.int32) + base
     cuts = jnp.clip(jnp.concatenate([base[None], cuts[:-1], total[None]]), base, total)
+    fits, even_cuts = _equal_parts(each, ends, ctas)
+    even = fits & passes
+    cuts, waves = jnp.where(even, even_cuts, cuts), jnp.where(even, 0, waves)
     at = jnp.sum(ends[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
     at_end, at = at >= num_units, jnp.minimum(at, num_units - 1)
     units, blocks = _snap(at, cuts - (ends[at] - each[at]), info[tile[at]], config)
@@ -347,6 +355,23 @@ def _assign(info, cost, config) -> GpuWorkList:
     return GpuWorkList(info=info, cta=_columns(columns, joins))
 
 
+def _equal_parts(each, ends, ctas):
+    """(bool: do they fit, i32[C+1] cuts): the same number of parts of each long unit, one part a CTA, and what is short
+    in the CTAs that are left. each, ends: costs of the units, longest first, and their running sum."""
+    total, share = ends[-1], ends[-1] / ctas
+    long = jnp.sum(2 * each > each[0], dtype=jnp.int32)
+    parts, _ = _divmod(ctas, jnp.maximum(long, 1))
+    divisor, me = jnp.maximum(parts, 1), jnp.arange(ctas + 1, dtype=jnp.int32)
+    unit, part = _divmod(me, divisor)
+    unit = jnp.minimum(unit, each.shape[0] - 1)
+    cuts = ends[unit] - each[unit] + _divmod(part * each[unit], divisor)[0]
+    left, rest = ctas - long * parts, total - ends[jnp.maximum(long - 1, 0)]
+    of_rest = total - rest + _divmod(jnp.maximum(me - long * parts, 0) * rest, jnp.maximum(left, 1))[0]
+    cuts = jnp.where(me < long * parts, cuts, jnp.where(me < ctas, of_rest, total))
+    fits = (parts >= 2) & (each[0] <= parts * share * EVEN_SHARE) & (rest <= left * share * EVEN_SHARE)
+    return fits, cuts
+
+
 def _kinds(info, cost):
     """(share of the cost in requests of few rows, number of key tokens of the other requests)."""
     first, rows = info[:, ROW0] == 0, info[:, NROWS]
@@ -355,13 +380,12 @@ def _kinds(info, cost):
     return share, jnp.sum(jnp.where(first & (rows > SHORT_ROWS), info[:, SEQ], 0))
 
 
-def _set_heads(few, keys, tiles, config: GpuKernelConfig):
-    """Kv heads of a set, i32: one where the keys of a prefill exceed L2 and its tiles occupy every CTA, else all."""
-    heads, rule = config.num_kv_heads, config.mask
-    if config.heads_together or rule.left >= 0 or rule.chunk > 0:  # a window reads few keys at any time
-        return jnp.int32(config.heads_together or heads)
-    large = keys.astype(jnp.float32) * (config.key_bytes * heads) > L2_BYTES
-    return jnp.where(large & (few < FEW) & (tiles >= config.num_ctas), 1, heads).astype(jnp.int32)
+def _keys_pass_through_l2(few, keys, config: GpuKernelConfig):
+    """Do the keys of a prefill exceed L2? A window reads few of them at any time, and decodes share none."""
+    if config.heads_together or config.mask.left >= 0 or config.mask.chunk > 0:
+        return jnp.bool_(False)
+    large = keys.astype(jnp.float32) * (config.key_bytes * config.num_kv_heads) > L2_BYTES
+    return large & (few < FEW)
 
 
 def _whole_waves(cost, most, total):

@@ -181,6 +181,38 @@ def test_units_stay_whole_where_cutting_saves_less_than_it_costs(batch, whole):
     assert (join[:, 0] == -1).all() == whole
 
 
+@pytest.mark.parametrize(
+    ("batch", "group", "pad", "parts"),
+    [
+        ([(512, 32768)], 2, 0, 2),  # 64 units
+        ([(500, 32768)], 2, 12, 2),  # padding goes to the CTAs that are left
+        ([(128, 16384)], 4, 0, 4),
+        ([(64, 65536), (64, 65000)], 4, 0, 4),
+        ([(512, 32768), (512, 9000)], 2, 0, None),  # one is longer
+        ([(512, 8192)], 2, 0, None),  # its keys stay in L2
+        ([(700, 32768)], 2, 0, None),  # 88 units
+        ([(512, 32768)] + [(1, 9000)] * 32, 2, 0, None),
+    ],
+)
+def test_the_tiles_of_a_head_pass_over_its_keys_together(batch, group, pad, parts):
+    """A CTA has a part of one unit, and parts of the same number begin at the same key, but for a block or two."""
+    config, starts, seqs, tokens, info, cta, join = make(batch, RULES["causal"], group=group, pad=pad)
+    check_once(config, starts, seqs, tokens, info, cta, join)
+    begins, long = {}, info[:, wl.NROWS] * (info[:, wl.SEQ] > 0) > wl.SHORT_ROWS
+    for me in range(config.num_ctas):
+        mine = [(unit, lo) for unit, lo, hi in pieces_of(cta[me], me, info, config) if long[unit[0]] and hi > lo]
+        if parts is not None:
+            assert len(mine) <= 1
+        for unit, lo in mine:
+            begins.setdefault(unit, []).append(lo)
+    if parts is None:
+        assert len({len(each) for each in begins.values()}) > 1
+        return
+    table = np.array(list(begins.values()))
+    assert table.shape == (long.sum() * config.num_kv_heads, parts)
+    assert (np.ptp(table, axis=0) <= 2 + np.ptp(info[long, wl.NBLK])).all()
+
+
 def test_no_batch_size_is_a_cliff():
     """From B to B + 1 decodes (B = 1 .. 512), the longest CTA's time over the even share never grows by 1.3 or more."""
     most, piece_overhead = 512, 2  # a piece costs about as much as two blocks on top of its own
