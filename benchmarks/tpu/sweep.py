@@ -22,9 +22,7 @@ from pallas_kernels import tuning
 
 SIZES = {
     "decode": dict(block_kv=(512, 1024, 2048), part_kv=(128, 512), short_heads=(4,)),
-    "prefill": dict(
-        staged_steps=(False, True), staged_parts=(False, True), step_kv=(512,), chunk_rows=(64, 256), long_heads=(2,)
-    ),
+    "prefill": dict(staged_steps=(True,), staged_parts=(True,), step_kv=(512,), chunk_rows=(64, 256), long_heads=(2,)),
 }
 """Fields of TpuKernelConfig and the values that are tried beside the default."""
 
