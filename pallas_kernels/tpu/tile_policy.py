@@ -61,7 +61,7 @@ def _has_tiles(config: TpuKernelConfig, room: int, fields: dict[str, Any]) -> bo
 
 
 def _most_vmem(config: TpuKernelConfig) -> int:
-    """Bytes of VMEM with what a launch may add: a work list is made, and its tiles are, before dtypes are known."""
+    """Bytes of VMEM of the widest launch: a work list fixes the tiles before dtypes and parameters are known."""
     rule = dataclasses.replace(config.mask, spans=True)
     return dataclasses.replace(
         config, dtype="float32", out_dtype="float32", per_head_q_scale=True, mask=rule
