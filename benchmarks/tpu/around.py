@@ -12,18 +12,14 @@ a loop's further trips; `us` is by the clock of benchmarks.tpu.limits, and `memo
 moved. sparse_core: operations that XLA gives to a SparseCore; there is no estimate of these. Nothing was timed.
 """
 
-import argparse
 import contextlib
-import importlib.metadata
-import json
 import os
 import pathlib
 import re
 import sys
 import tempfile
 
-from benchmarks import records
-from benchmarks.tpu import aot, hlo
+from benchmarks.tpu import aot, command, hlo
 from benchmarks.tpu.limits import CHIPS
 
 TOKENS, LISTED = 256, 2048
@@ -87,19 +83,10 @@ def row_of(chip: str, case: str, moved: int, function, donated, arguments) -> di
 
 def main(argv: list[str] | None = None) -> int:
     """Compile, print and keep the rows."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.around", description=__doc__.splitlines()[0])
-    records.add_options(parser)
-    parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
-    args = parser.parse_args(argv)
+    args = command.parser("benchmarks.tpu.around", str(__doc__)).parse_args(argv)
     os.environ.update(aot.environment())
-    origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
-    folder = records.RESULTS / "tpu" if args.write else args.out
-    for chip in args.chips.split(","):
-        for case, program in programs(chip).items():
-            row = origin | row_of(chip, case, *program)
-            print(json.dumps(row), flush=True)
-            records.write([row], "around", folder)
-    return 0
+    found = (row_of(chip, case, *program) for chip in args.chips.split(",") for case, program in programs(chip).items())
+    return command.exit_code(command.kept("around", args, found))
 
 
 if __name__ == "__main__":

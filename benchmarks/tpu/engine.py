@@ -15,7 +15,6 @@ wheel. Each program is compiled in a process of its own.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
 import sys
@@ -24,8 +23,7 @@ import time
 from typing import Any
 from unittest import mock
 
-from benchmarks import records
-from benchmarks.tpu import aot, hlo, own_process
+from benchmarks.tpu import aot, command, hlo, own_process
 from benchmarks.tpu.limits import CHIPS
 
 BLOCK = 64  # the engine's default on an accelerator
@@ -193,9 +191,7 @@ def one(chip: str, name: str, layers: int) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Compile and print; 1 if a program does not compile."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.engine", description=__doc__.splitlines()[0])
-    records.add_options(parser)
-    parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
+    parser = command.parser("benchmarks.tpu.engine", str(__doc__))
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--layers", type=int, default=16, help="of the model (default: 16, all)")
     parser.add_argument("--one", nargs=3, metavar=("CHIP", "CASE", "LAYERS"), help=argparse.SUPPRESS)
@@ -204,17 +200,11 @@ def main(argv: list[str] | None = None) -> int:
         chip, case, layers = args.one
         print(json.dumps(one(chip, case, int(layers))))
         return 0
-    origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
-    folder = records.RESULTS / "tpu" if args.write else args.out
-    failed = 0
-    for chip in args.chips.split(","):
-        for case in args.cases.split(","):
-            found = own_process.row("benchmarks.tpu.engine", chip, case, str(args.layers))
-            row = origin | dict(chip=chip, case=case) | found
-            failed += "error" in row
-            print(json.dumps(row), flush=True)
-            records.write([row], "engine", folder)
-    return int(failed > 0)
+    found = (
+        dict(chip=chip, case=case) | own_process.row("benchmarks.tpu.engine", chip, case, str(args.layers))
+        for chip, case in command.each(args.chips, args.cases)
+    )
+    return command.exit_code(command.kept("engine", args, found))
 
 
 if __name__ == "__main__":

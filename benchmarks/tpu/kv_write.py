@@ -9,14 +9,12 @@ scatter, which on v6e takes 16 rows of a head: one token's. Nothing was timed.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
 import sys
 from typing import Any
 
-from benchmarks import records
-from benchmarks.tpu import aot, llo, own_process
+from benchmarks.tpu import aot, command, llo, own_process
 from benchmarks.tpu.limits import CHIPS
 
 TOKENS = 256
@@ -50,9 +48,9 @@ def kernel_bundles(program: llo.Program) -> dict:
     """`alone` and `whole` from the kernel's listing."""
     step = max((s for s in program.loops if program.count(s, "dma.vmem_to_hbm")), key=lambda s: s.size)
     alone = whole = step.size
-    rows = program.inside(step, program.loops)
-    assert len(rows) == 2, "the loops over the rows of a group, in the fetch and in the merge, were not found"
-    for loop in rows:
+    of_rows = program.inside(step, program.loops)
+    assert len(of_rows) == 2, "the loops over the rows of a group, in the fetch and in the merge, were not found"
+    for loop in of_rows:
         # around such a loop: whether it runs at all, whether the group is no whole pack, whether it has several rows
         around = sorted((s for s in program.skipped if s.holds(loop) and step.holds(s)), key=lambda s: s.size)
         alone, whole = alone - around[2].size, whole - around[1].size
@@ -79,24 +77,18 @@ def one(chip: str, job: str, folder: str) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Both jobs on every chip; 1 if one failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.kv_write", description=str(__doc__).splitlines()[0])
-    records.add_options(parser)
-    parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
+    parser = command.parser("benchmarks.tpu.kv_write", str(__doc__))
     parser.add_argument("--one", nargs=3, metavar=("CHIP", "JOB", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
         os.environ.update(aot.environment())
         print(json.dumps(one(*args.one)))
         return 0
-    origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
-    folder, failed = records.RESULTS / "tpu" if args.write else args.out, 0
-    for chip in args.chips.split(","):
-        for job in JOBS:
-            row = origin | dict(chip=chip, case=job) | own_process.row_of_dump("benchmarks.tpu.kv_write", chip, job)
-            failed += "error" in row
-            print(json.dumps(row), flush=True)
-            records.write([row], "kv_write", folder)
-    return int(failed > 0)
+    found = (
+        dict(chip=chip, case=job) | own_process.row_of_dump("benchmarks.tpu.kv_write", chip, job)
+        for chip, job in command.each(args.chips, ",".join(JOBS))
+    )
+    return command.exit_code(command.kept("kv_write", args, found))
 
 
 if __name__ == "__main__":

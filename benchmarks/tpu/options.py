@@ -1,28 +1,27 @@
 """Compiles the TPU kernel with every option, alone and all together, for every head dim, dtype and generation.
 
-    python -m benchmarks.tpu.options [--sample] [--chips v5e,v6e] [--options alibi,nhd] [--write | --out DIR]
+    python -m benchmarks.tpu.options [--sample [TURN]] [--chips v5e,v6e] [--options alibi,nhd] [--write | --out DIR]
 
 A cell is one option, head dim, dtype and chip: "compiled", "refused" by the backend, with its reason, or "failed". A
 row has the cells of an option and a chip; a table of all rows ends the run, which exits with 1 if a cell failed. Rows
 that are kept are read again, so a run that was stopped goes on where it was. A cell takes 1 to 2 s of one core, all of
-them more than an hour; --sample takes each pair of option and head dim once, with dtypes and chips in turn.
+them more than an hour; --sample takes each pair of option and head dim once, with dtypes and chips in turn; other
+turns than 0 have other cells.
 
 Layers have 4 query and 2 kv heads, blocks and tiles are small: this asks whether the compiler takes the operations.
 benchmarks.tpu.aot compiles a choice of shapes with all heads and the sizes that are taken by default. Launches that
 differ in the option alone are compiled as one program; if it fails, each by itself.
 """
 
-import argparse
 import dataclasses
 import functools
-import importlib.metadata
 import itertools
 import os
 import sys
 from unittest import mock
 
 from benchmarks import records
-from benchmarks.tpu import aot
+from benchmarks.tpu import aot, command
 from benchmarks.tpu.aot import Shape
 
 HEADS = dict(num_heads=4, num_kv_heads=2)
@@ -117,15 +116,16 @@ def shape_of(option: str, dim: int, dtype: str) -> Shape | None:
     return Shape(option, spec, cache, **more)
 
 
-def cells(options, chips, sample: bool) -> list[tuple[str, int, str, str]]:
-    """Every (option, head dim, dtype, chip); of a sample each option and head dim once, dtypes and chips in turn."""
-    if not sample:
+def cells(options, chips, turn: int | None = None) -> list[tuple[str, int, str, str]]:
+    """Every (option, head dim, dtype, chip); of a turn each option and head dim once, dtypes and chips in turn."""
+    if turn is None:
         return [x for x in itertools.product(options, DIMS, DTYPES, chips) if shape_of(*x[:3])]
     found = []
     for i, option in enumerate(options):
         for j, dim in enumerate(DIMS):
             if able := [dtype for dtype in DTYPES if shape_of(option, dim, dtype)]:
-                found.append((option, dim, able[(i + j) % len(able)], chips[(i + j) % len(chips)]))
+                at = i + j + turn
+                found.append((option, dim, able[at % len(able)], chips[at % len(chips)]))
     return found
 
 
@@ -241,16 +241,16 @@ def _cell(row: dict | None) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Compile, print and keep the rows; 1 if a cell failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.options", description=__doc__.splitlines()[0])
-    records.add_options(parser)
-    parser.add_argument("--sample", action="store_true", help="each option and head dim once, dtypes and chips in turn")
-    parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
+    parser = command.parser("benchmarks.tpu.options", str(__doc__))
+    parser.add_argument(
+        "--sample", type=int, nargs="?", const=0, metavar="TURN",
+        help="each option and head dim once, dtypes and chips in turn",
+    )  # fmt: skip
     parser.add_argument("--options", default=",".join(OPTIONS))
     parser.add_argument("--together", type=int, default=16, help="cells of one program, at most")
     args = parser.parse_args(argv)
     os.environ.update(aot.environment())
-    origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
-    folder = records.RESULTS / "tpu" if args.write else args.out
+    origin, folder = command.origin(), command.folder_of(args)
     kept = [] if folder is None else records.read(folder / "options.jsonl")
     rows = {(row["case"], row["chip"]): row for row in kept if row["libtpu"] == origin["libtpu"]}
     chips = args.chips.split(",")

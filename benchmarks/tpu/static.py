@@ -9,12 +9,10 @@ benchmarks.tpu.peers installs RPA v3. --write keeps the rows in benchmarks/resul
 """
 
 import argparse
-import importlib.metadata
 import json
 import sys
 
-from benchmarks import records
-from benchmarks.tpu import aot, llo, model, own_process, peers
+from benchmarks.tpu import aot, command, llo, model, own_process, peers
 
 JOBS = (
     "decode", "prefill", "mla_decode", "mla_prefill", "mla_new_tokens", "jax_decode", "jax_prefill", "rpa3_decode",
@@ -124,28 +122,20 @@ def one(chip: str, job: str, folder: str) -> dict:
 
 def main(argv: list[str] | None = None) -> int:
     """Every job on every chip; 1 if one of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.static", description=__doc__.splitlines()[0])
-    records.add_options(parser)
-    parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
+    parser = command.parser("benchmarks.tpu.static", str(__doc__))
     parser.add_argument("--jobs", default=",".join(JOBS))
     parser.add_argument("--one", nargs=3, metavar=("CHIP", "JOB", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(one(*args.one)))
         return 0
-    origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
-    folder = records.RESULTS / "tpu" if args.write else args.out
-    failed, rows = 0, []
-    for chip in args.chips.split(","):
-        for job in args.jobs.split(","):
-            found = own_process.row_of_dump("benchmarks.tpu.static", chip, job)
-            row = origin | dict(chip=chip, case=job) | found  # the chip compiled for, not this machine's
-            failed += "error" in row and not job.startswith("rpa3_")  # its defaults do not fit every chip
-            print(json.dumps(row), flush=True)
-            records.write([row], "static", folder)
-            rows.append(row)
-    print(model.table(rows))
-    return int(failed > 0)
+    found = command.kept("static", args, (
+        dict(chip=chip, case=job) | own_process.row_of_dump("benchmarks.tpu.static", chip, job)
+        for chip, job in command.each(args.chips, args.jobs)
+    ))  # fmt: skip
+    print(model.table(found))
+    # RPA v3's default sizes do not fit every chip
+    return command.exit_code(row for row in found if not row["case"].startswith("rpa3_"))
 
 
 if __name__ == "__main__":

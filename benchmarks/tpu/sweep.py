@@ -11,22 +11,18 @@ figures: no TPU has confirmed them.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import math
 import pathlib
 import sys
 from unittest import mock
 
-from benchmarks import records
-from benchmarks.tpu import aot, llo, model, own_process
+from benchmarks.tpu import command, llo, model, own_process
 from pallas_kernels import tuning
 
 SIZES = {
     "decode": dict(block_kv=(512, 1024, 2048), part_kv=(128, 512), short_heads=(4,)),
-    "prefill": dict(
-        staged_steps=(False, True), staged_parts=(False, True), step_kv=(512,), chunk_rows=(64, 256), long_heads=(2,)
-    ),
+    "prefill": dict(staged_steps=(True,), staged_parts=(True,), step_kv=(512,), chunk_rows=(64, 256), long_heads=(2,)),
 }
 """Fields of TpuKernelConfig and the values that are tried beside the default."""
 
@@ -57,6 +53,12 @@ def one(chip: str, job: str, sizes: dict[str, int], folder: str) -> dict:
     return row | model.least(row)
 
 
+def row_of(chip: str, job: str, sizes: dict[str, int]) -> dict:
+    """The row of one set of sizes; only `error` and what was tried if it does not compile."""
+    figures = own_process.row_of_dump("benchmarks.tpu.sweep", chip, job, json.dumps(sizes))
+    return dict(chip=chip, case=job) | figures | dict(variant=name_of(sizes), sizes=sizes)
+
+
 def best(rows: list[dict]) -> dict:
     """The best of the rows of one chip and job; see the module's docstring."""
     able = [row for row in rows if "error" not in row]
@@ -83,9 +85,7 @@ def write_table(chip: str, rows: dict[str, list[dict]], origin: dict) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Compile and print; 1 if the default does not compile."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tpu.sweep", description=__doc__.splitlines()[0])
-    records.add_options(parser)
-    parser.add_argument("--chips", default=",".join(aot.TOPOLOGIES))
+    parser = command.parser("benchmarks.tpu.sweep", str(__doc__))
     parser.add_argument("--jobs", default=",".join(SIZES))
     parser.add_argument("--tables", action="store_true", help="write pallas_kernels/tuning/tpu_*.json")
     parser.add_argument("--one", nargs=4, metavar=("CHIP", "JOB", "SIZES", "FOLDER"), help=argparse.SUPPRESS)
@@ -94,22 +94,18 @@ def main(argv: list[str] | None = None) -> int:
         chip, job, sizes, folder = args.one
         print(json.dumps(one(chip, job, json.loads(sizes), folder)))
         return 0
-    origin = records.provenance() | dict(libtpu=importlib.metadata.version("libtpu"))
-    folder, failed, table = records.RESULTS / "tpu" if args.write else args.out, 0, []
+    failed, table = 0, []
     for chip in args.chips.split(","):
-        by_job: dict[str, list[dict]] = {}
-        for job in args.jobs.split(","):
-            rows = by_job[job] = []
-            for sizes in candidates(job):
-                figures = own_process.row_of_dump("benchmarks.tpu.sweep", chip, job, json.dumps(sizes))
-                rows.append(origin | dict(chip=chip, case=job) | figures | dict(variant=name_of(sizes), sizes=sizes))
-                print(json.dumps(rows[-1]), flush=True)
-                records.write(rows[-1:], "sweep", folder)
-            failed += "error" in rows[0]
-            if found := [row for row in rows if "error" not in row]:
+        by_job = {
+            job: command.kept("sweep", args, (row_of(chip, job, sizes) for sizes in candidates(job)))
+            for job in args.jobs.split(",")
+        }
+        for job, tried in by_job.items():
+            failed += "error" in tried[0]
+            if found := [row for row in tried if "error" not in row]:
                 table.append(f"{chip:6} {job:8} {best(found)['variant']}")
         if args.tables and not failed:
-            write_table(chip, by_job, origin | dict(date=records.provenance()["date"]))
+            write_table(chip, by_job, command.origin())
     print("\n".join(table))
     return int(failed > 0)
 

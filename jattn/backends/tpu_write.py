@@ -35,7 +35,8 @@ def reasons_against(cache: PagedKV, tokens: int, chip: Chip) -> list[str]:
 def write_pages(chip: Chip, cache: PagedKV, k, v, slots, params: AttentionParams) -> PagedKV:
     """The same values as jattn.write_kv, in place if the cache is donated; its gradient is that of write_kv.
 
-    Of rows with the same slot the last one is written. XLA quantises the rows, and writes the scales of tokens.
+    Of rows with the same slot the last one is written. XLA quantises the rows, and writes the scales of tokens by its
+    scatter, which promises no order: with quant="per_token_head" no two rows may have the same slot.
     """
     spec, slots = cache.spec, jnp.asarray(slots)
     if reasons_against(cache, slots.shape[0], chip):

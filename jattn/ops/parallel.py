@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn.metadata.host import segment_of
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.levels import Level
 from jattn.ops.state import AttentionState, log2_lse_to_ln, merge
@@ -66,9 +67,9 @@ def dcp_a2a_lse_reduce(state: AttentionState, axis: str, *, is_lse_base_on_e: bo
 
 def mask_dcp_empty_shards(state: AttentionState, query_start_loc: jax.Array, local_lens: jax.Array) -> AttentionState:
     """The state with (0, -inf) in rows of padding, and of requests without a key on this rank."""
-    token, start = jnp.arange(state.lse.shape[0], dtype=jnp.int32), jnp.asarray(query_start_loc)
-    req = jnp.minimum(jnp.searchsorted(start[1:], token, side="right"), start.shape[0] - 2)
-    seen = ((token < start[-1]) & (jnp.asarray(local_lens)[req] > 0))[:, None]
+    tokens, start = state.lse.shape[0], jnp.asarray(query_start_loc)
+    req = segment_of(start[1:], tokens, jnp)
+    seen = ((jnp.arange(tokens) < start[-1]) & (jnp.asarray(local_lens)[req] > 0))[:, None]
     return AttentionState(
         out=jnp.where(seen[..., None], state.out, jnp.zeros((), state.out.dtype)),
         lse=jnp.where(seen, state.lse, -jnp.inf),

@@ -6,6 +6,15 @@ from typing import Any
 import jax
 
 
+class Reasons(list[str]):
+    """Why a kernel cannot serve something, in order; empty if it can."""
+
+    def refuse(self, when: bool, reason: str) -> None:
+        """Adds the reason where `when` is true."""
+        if when:
+            self.append(reason)
+
+
 def unlisted_fields(rule: Any, honoured: tuple[str, ...]) -> list[str]:
     """`field=value` for every field of a MaskRule or LogitRule that is set and that the kernel does not honour.
 

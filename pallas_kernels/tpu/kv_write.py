@@ -21,7 +21,7 @@ from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, largest_divisor
 from pallas_kernels.tpu.pools import BLOCK as POOL
 from pallas_kernels.tpu.pools import launch as launch_with_pools
-from pallas_kernels.tpu.supports import KV_DTYPES, SMEM, VMEM, generation_of
+from pallas_kernels.tpu.supports import KV_DTYPES, SMEM, reasons_of_chip
 
 WORD = 4
 """Bytes of a word; rows are handed to the kernel as words, in each of which a value is repeated."""
@@ -37,6 +37,7 @@ fill a pack; the only one of its group."""
 
 ROW_BITS, KIND_BITS = 8, 2
 NO_PACK = -1
+NOWHERE = 2**31 - 1  # the slot of a row that is not written, behind all others
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,22 +124,19 @@ class SortedRows(NamedTuple):
 
 def supports_write(config: KvWriteConfig, tokens: int = 1, *, chip: str = "") -> list[str]:
     """Every reason why the kernel cannot write this cache; an empty list if it can."""
-    c, found, name = config, [], generation_of(chip)
-
-    def refuse(when: bool, reason: str):
-        if when:
-            found.append(reason)
-
-    refuse(bool(name) and name not in VMEM, f"chip {chip}: compiled for {', '.join(VMEM)} only")
+    c, found = config, reasons_of_chip(chip)
+    refuse = found.refuse
     refuse(c.kv_dtype not in KV_DTYPES, f"stored dtype {c.kv_dtype}: wanted one of {', '.join(KV_DTYPES)}")
     if c.layout not in ("HND", "HND128"):
         return [*found, f"layout {c.layout}: wanted HND or HND128"]
     for what, dim in zip(("head_dim", "v_head_dim"), c.dims, strict=True):
         # XLA lays a pool of narrower rows out in another order, and would copy it to this one and back
         refuse(dim % LANES != 0 or not LANES <= dim <= 512, f"{what} {dim}: wanted rows of 128, 256, 384 or 512")
+    even = c.page_size % c.beside == 0 and c.page_rows % SUBLANES == 0
+    wanted = f"whole packs of {c.pack_rows} rows" if even else f"a multiple of {SUBLANES} rows"
     refuse(
-        c.page_size % c.beside != 0 or c.page_rows % SUBLANES != 0 or c.page_rows % c.pack_rows != 0,
-        f"pages of {c.page_size} tokens and {c.page_rows} rows: wanted whole packs of {c.pack_rows} rows",
+        not even or c.page_rows % c.pack_rows != 0,
+        f"pages of {c.page_size} tokens and {c.page_rows} rows: wanted {wanted}",
     )
     refuse(c.ring < 2, f"{c.num_kv_heads} kv heads: {2 * c.slot_bytes} bytes of VMEM, at most {RING_BYTES}")
     scalars = WORD * (2 * tokens + 2)
@@ -148,30 +146,47 @@ def supports_write(config: KvWriteConfig, tokens: int = 1, *, chip: str = "") ->
 
 def sort_rows(slots: jax.Array, num_slots: int, config: KvWriteConfig) -> SortedRows:
     """Those of slots [T] inside 0 .. num_slots - 1, in order. The last of equal ones counts."""
-    size, group, nowhere = slots.shape[0], config.pack_tokens, 2**31 - 1
-    slots = slots.astype(jnp.int32) if slots.dtype.itemsize < WORD else slots
-    inside = (slots >= 0) & (slots < num_slots)
-    keys = jnp.where(inside, jnp.where(inside, slots, 0).astype(jnp.int32), nowhere)
-    keys, tokens = lax.sort((keys, jnp.arange(size, dtype=jnp.int32)), num_keys=1, is_stable=True)
-    after = jnp.concatenate([keys[1:], jnp.full(1, nowhere, jnp.int32)])
-    packs = jnp.where(keys == nowhere, NO_PACK, keys // group)
-    around = jnp.concatenate([jnp.full(1, NO_PACK, jnp.int32), packs, jnp.full(1, NO_PACK, jnp.int32)])
-    first, last = packs != around[:-2], packs != around[2:]
-    kind = jnp.where(first & last, ALONE, jnp.where(keys == after, SUPERSEDED, ROW))
-    if 1 < group <= size:
-        linked = (after == keys + 1) & (jnp.roll(tokens, -1) == tokens + 1)
-        run, length = linked, 1  # run: `length` places are followed by the next slot and token
-        while length < group - 1:
-            step = min(length, group - 1 - length)
-            run, length = run & jnp.roll(run, -step), length + step
-        fits = jnp.arange(size) + group <= size  # what is rolled over the end does not count
-        whole = fits & first & jnp.roll(last, 1 - group) & (keys % group == 0) & run
-        kind = jnp.where(whole, WHOLE, kind)
+    inside, keys, tokens = _in_order(slots, num_slots)
+    packs = jnp.where(keys == NOWHERE, NO_PACK, keys // config.pack_tokens)
+    at = keys % config.pack_tokens
     return SortedRows(
         number=jnp.sum(inside, dtype=jnp.int32).reshape(1),
-        packs=around[1:],
-        rows=(tokens << ROW_BITS | keys % group) << KIND_BITS | kind,
+        packs=jnp.pad(packs, (0, 1), constant_values=NO_PACK),
+        rows=(tokens << ROW_BITS | at) << KIND_BITS | _kinds(keys, tokens, packs, config.pack_tokens),
     )
+
+
+def _in_order(slots: jax.Array, num_slots: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(bool[T] is the slot inside; in ascending order: i32[T] slots, NOWHERE for those outside; i32[T] tokens)."""
+    slots = slots.astype(jnp.int32) if slots.dtype.itemsize < WORD else slots
+    inside = (slots >= 0) & (slots < num_slots)
+    keys = jnp.where(inside, jnp.where(inside, slots, 0).astype(jnp.int32), NOWHERE)
+    tokens = jnp.arange(slots.shape[0], dtype=jnp.int32)
+    keys, tokens = lax.sort((keys, tokens), num_keys=1, is_stable=True)
+    return inside, keys, tokens
+
+
+def _kinds(keys, tokens, packs, group: int) -> jax.Array:
+    """What each row is: i32[T]. group: slots of a pack."""
+    after = jnp.pad(keys[1:], (0, 1), constant_values=NOWHERE)
+    first = packs != jnp.pad(packs[:-1], (1, 0), constant_values=NO_PACK)
+    last = packs != jnp.pad(packs[1:], (0, 1), constant_values=NO_PACK)
+    kinds = jnp.where(first & last, ALONE, jnp.where(keys == after, SUPERSEDED, ROW))
+    if not 1 < group <= keys.shape[0]:
+        return kinds
+    linked = (after == keys + 1) & (jnp.roll(tokens, -1) == tokens + 1)
+    fits = jnp.arange(keys.shape[0]) + group <= keys.shape[0]  # what is rolled over the end does not count
+    whole = first & jnp.roll(last, 1 - group) & (keys % group == 0) & _all_of_next(linked, group - 1) & fits
+    return jnp.where(whole, WHOLE, kinds)
+
+
+def _all_of_next(x, number: int) -> jax.Array:
+    """Are x[i] .. x[i + number - 1] true? Wrapped around the end."""
+    found, length = x, 1
+    while length < number:
+        step = min(length, number - length)
+        found, length = found & jnp.roll(found, -step), length + step
+    return found
 
 
 def as_words(rows: jax.Array, config: KvWriteConfig) -> jax.Array:

@@ -92,7 +92,7 @@ def logit_and_output_scales(c: TpuKernelConfig, q_scale, k_scale, v_scale) -> ja
     spread = lambda x: jnp.broadcast_to(jnp.asarray(1.0 if x is None else x, jnp.float32), (c.num_kv_heads,))
     logit = spread(k_scale) * c.logits.scale
     if q_scale is not None and not c.per_head_q_scale:
-        logit = logit * q_scale
+        logit = logit * jnp.asarray(q_scale, jnp.float32)
     return jnp.concatenate([logit, spread(v_scale)])
 
 

@@ -11,9 +11,14 @@ BLOCK = pl.BlockSpec(memory_space=pltpu.HBM)
 
 
 def launch(kernel, before, pools, after=()):
-    """kernel(*before, *pools, *after); traced, because JAX cannot constrain the memory of an array that is not."""
+    """kernel(*before, *pools, *after); traced, because JAX cannot constrain the memory of an array that is not.
+
+    Without jax_enable_x64, with which a kernel's own integers have 64 bits, which Mosaic refuses. Under vmap, in which
+    JAX cannot constrain memory, one launch after the other.
+    """
 
     def traced(before, pools, after):
         return kernel(*before, *(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in pools), *after)
 
-    return jax.jit(traced)(before, pools, after)
+    with jax.enable_x64(False):
+        return jax.jit(jax.custom_batching.sequential_vmap(traced))(before, pools, after)

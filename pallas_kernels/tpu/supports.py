@@ -4,7 +4,7 @@ The limits are those of the compiler and of the chips' data sheets. The kernel w
 never ran on one.
 """
 
-from pallas_kernels.algebra.checks import unlisted_fields
+from pallas_kernels.algebra.checks import Reasons, unlisted_fields
 from pallas_kernels.tpu.config import LANES, LATENT_FORMS, TpuKernelConfig
 from pallas_kernels.tpu.functions import function_reasons
 from pallas_kernels.tpu.work_list import fields_of
@@ -30,15 +30,17 @@ def generation_of(chip: str) -> str:
     return NAMES.get(chip, chip)
 
 
+def reasons_of_chip(chip: str) -> Reasons:
+    """Why nothing was compiled for a chip."""
+    reasons, name = Reasons(), generation_of(chip)
+    reasons.refuse(bool(name) and name not in VMEM, f"chip {chip}: compiled for {', '.join(VMEM)} only")
+    return reasons
+
+
 def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can. chip '': the smallest limits."""
-    c, reasons, name = config, [], generation_of(chip)
-
-    def refuse(when: bool, reason: str):
-        if when:
-            reasons.append(reason)
-
-    refuse(bool(name) and name not in VMEM, f"chip {chip}: compiled for {', '.join(VMEM)} only")
+    c, name, reasons = config, generation_of(chip), reasons_of_chip(chip)
+    refuse = reasons.refuse
     refuse(c.dtype not in QUERY_DTYPES, f"q dtype {c.dtype}: wanted bfloat16 or float32")
     refuse(c.kv_dtype not in KV_DTYPES, f"kv dtype {c.kv_dtype}: wanted one of {', '.join(KV_DTYPES)}")
     refuse(c.out_dtype not in (c.dtype, "float32"), f"out dtype {c.out_dtype}: wanted {c.dtype} or float32")
@@ -51,7 +53,10 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     if c.layout == "HND128":
         rows = page * c.head_dim // LANES
         wanted = c.head_dim in (16, 32, 64) and c.head_dim == c.v_head_dim and rows % 8 == 0 and rows > 0
-        refuse(not wanted, f"layout HND128, head_dim {c.head_dim}, page size {page}: wanted 16, 32 or 64, and 8 rows")
+        refuse(
+            not wanted,
+            f"layout HND128, head_dim {c.head_dim}, page size {page}: wanted 16, 32 or 64, and pages of whole 8 rows",
+        )
         refuse(
             c.qq_bias or c.token_scales, "qq_bias or scales of tokens in the layout HND128: its keys are out of order"
         )

@@ -24,18 +24,18 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     """The config with these fields, and the largest sizes that fit for those not given. Not checked (see supports.py).
 
     longest: upper bound of every request's new tokens, if it is known. With 1 the kernel has no body of many rows.
-    chip: the generation whose table is read; "": none.
+    chip: the generation whose table is read, and whose VMEM the sizes fit; "": no table, and the smallest VMEM.
     """
     fields = tuned_sizes(generation_of(chip)) | fields
     config = TpuKernelConfig(**fields)
     dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
-    heads = config.num_kv_heads
+    heads, room = config.num_kv_heads, VMEM.get(generation_of(chip), min(VMEM.values())) - SPILL
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
     blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
     if "part_kv" not in fields:  # of any batch, so that a decode's bits do not depend on the others
         if config.beside > 2:  # so that each group of lanes has whole registers of keys
             fields["part_kv"] = LANES * config.beside
-        elif config.page_bytes(config.part_keys) >= MANY_BYTES:
+        elif config.page_bytes(config.part_keys) >= MANY_BYTES or not _has_tiles(config, room, fields):
             fields["part_kv"] = LANES
         config = TpuKernelConfig(**fields)
     found: dict[str, Any] = dict(
@@ -44,16 +44,28 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     )
     if longest is not None:
         found |= _rows_for(longest * config.group, config, found["tile_rows"])
-    room = VMEM.get(generation_of(chip), max(VMEM.values())) - SPILL
     return _fewer_rows(TpuKernelConfig(**(found | fields)), room, fields)
 
 
 def _fewer_rows(config: TpuKernelConfig, room: int, fields: dict[str, Any]) -> TpuKernelConfig:
-    """The config with smaller tiles, if it takes more VMEM than there is: with more than 64 kv heads, or wide ones."""
-    while config.vmem_bytes() > room and config.rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fields):
+    """The config with smaller tiles, if it may take more VMEM than there is: with many kv heads, or wide ones."""
+    while _most_vmem(config) > room and config.rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fields):
         rows = config.rows // 2
         config = dataclasses.replace(config, tile_rows=rows, chunk_rows=min(config.chunk_rows, rows))
     return config
+
+
+def _has_tiles(config: TpuKernelConfig, room: int, fields: dict[str, Any]) -> bool:
+    """Is there a size of tiles for blocks of one part?"""
+    return _most_vmem(_fewer_rows(dataclasses.replace(config, block_kv=LANES), room, fields)) <= room
+
+
+def _most_vmem(config: TpuKernelConfig) -> int:
+    """Bytes of VMEM of the widest launch: a work list fixes the tiles before dtypes and parameters are known."""
+    rule = dataclasses.replace(config.mask, spans=True)
+    return dataclasses.replace(
+        config, dtype="float32", out_dtype="float32", per_head_q_scale=True, mask=rule
+    ).vmem_bytes()
 
 
 @functools.cache

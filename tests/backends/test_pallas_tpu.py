@@ -3,6 +3,7 @@
 Its results are tested in `tests/kernels/tpu`, by the interpreter.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import jattn
 from jattn.backends import Feature
+from jattn.backends.pallas_tpu import kernel_config
 from jattn.device import Chip
 
 V6E = Chip("tpu", "v6e")
@@ -35,6 +37,34 @@ def test_it_is_the_first_choice_on_tpu_and_sdpa_where_it_refuses():
     small = jattn.KVCacheSpec(**POOL | dict(block_size=8))
     assert jattn.PagedAttention(spec, small, platform=V6E).backend_name == "sdpa"
     assert jattn.empty_cache(cache_spec, platform=V6E).k.dtype == jnp.bfloat16, "native: no relayout, no bits"
+
+
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [(8, 64, "float32"), (144, 128, "bfloat16")])
+def test_a_layer_that_every_generation_takes_is_taken_where_none_is_named(heads, head_dim, dtype):
+    sizes = dict(num_kv_heads=heads, head_dim=head_dim)
+    found = [
+        reasons(dict(num_heads=heads) | sizes, sizes | dict(dtype=dtype), Chip("tpu", name))
+        for name in ("", "v5e", "v6e", "v5p", "tpu7x")
+    ]
+    assert found == [()] * 5
+
+
+@pytest.mark.parametrize("chip", ["v5e", "v5p"])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(144, 144, 64), (512, 128, 128), (128, 64, 256)])
+def test_a_layer_of_many_heads_has_one_size_of_tiles_whatever_the_launch_adds(heads, kv_heads, head_dim, chip):
+    """The work list is made before the dtype of the queries and the parameters are known."""
+    spec = jattn.AttentionSpec(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, sliding_window=9, use_rswa=True
+    )
+    cache_spec = jattn.KVCacheSpec(num_blocks=4, block_size=16, num_kv_heads=kv_heads, head_dim=head_dim)
+    by_span = dataclasses.replace(spec, use_rswa=False, use_mm_prefix=True, has_sinks=True)
+    scaled = jattn.AttentionParams(q_scale=jnp.ones(heads))
+    launches = [
+        kernel_config(spec, cache_spec, chip=chip),
+        kernel_config(spec, cache_spec, "float32", chip=chip),
+        kernel_config(by_span, cache_spec, "float32", None, scaled, chip=chip),
+    ]
+    assert len({(c.tile_rows, c.chunk_rows, c.part_kv, c.block_kv) for c in launches}) == 1
 
 
 TABLE = jnp.array([True, False, True, True])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn.device import Chip
 from tests.ops.latent import PLAIN
 
 BEYOND = 2**32  # what int32 would forget
@@ -85,3 +86,24 @@ def test_layers_of_one_pool_are_scanned_by_wide_numbers():
 
     cache, _ = jax.lax.scan(layer, jattn.empty_cache(CACHE), jnp.arange(2))
     assert written(cache) == [4, 8, 9, 20, 24, 25]
+
+
+def test_a_batch_with_wide_scales_lowers_for_a_tpu():
+    """Both kernels: a write, and attention of all heads' scales and biases."""
+    spec = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=128, has_alibi=True, has_sinks=True)
+    cache_spec = jattn.KVCacheSpec(
+        num_blocks=4, block_size=16, num_kv_heads=2, head_dim=128, dtype="float8_e4m3fn", quant="per_head"
+    )
+    attn = jattn.PagedAttention(spec, cache_spec, "pallas_tpu", Chip("tpu", "v6e"))
+    meta = jattn.CommonAttentionMetadata.from_lengths([1, 2], [5, 2], [[0], [2]], 16, num_tokens=4)
+    meta = meta.replace(**{name: jnp.asarray(getattr(meta, name), jnp.int64) for name in FIELDS})
+    of = lambda *shape, dtype=jnp.float64: jax.ShapeDtypeStruct(shape, dtype)
+    params = jattn.AttentionParams(alibi_slopes=of(4), sinks=of(4), q_scale=of(), k_scale=of(2), v_scale=of(2))
+    q, k = (of(4, heads, 128, dtype=jnp.bfloat16) for heads in (4, 2))
+    cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, storage="native"))
+
+    def layer(q, k, v, cache, meta, params):
+        return attn(q, k, v, cache, attn.build(meta), params)
+
+    exported = jax.export.export(jax.jit(layer), platforms=["tpu"])(q, k, k, cache, meta, params)
+    assert exported.mlir_module().count("@tpu_custom_call") == 2

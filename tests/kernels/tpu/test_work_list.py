@@ -63,7 +63,7 @@ def test_sizes_follow_the_batch_and_stay_within_their_share():
     few = tile_policy.default_config(**SHAPE, **RULES, longest=4)
     assert few.long_tiles and (few.rows, few.chunk_rows) == (16, 16)
     wide = tile_policy.default_config(
-        **SHAPE | dict(num_heads=64, num_kv_heads=64, head_dim=256, v_head_dim=256), **RULES
+        **SHAPE | dict(num_heads=64, num_kv_heads=64, head_dim=256, v_head_dim=256), **RULES, chip="v5e"
     )
     assert (wide.block_kv, wide.tile_rows) == (128, 128)
 
