@@ -1,5 +1,6 @@
 """Checks of the engine's options and of each request. A refusal lists every reason."""
 
+import contextlib
 import hashlib
 import math
 from collections.abc import Callable
@@ -180,8 +181,10 @@ def check(
 
 def _outside(ids: Many[int], vocab_size: int) -> str:
     """The error for ids that are not tokens; empty if there are none."""
-    if not ids or (min(ids) >= 0 and max(ids) < vocab_size):  # the usual case; a prompt may have 100,000 tokens
-        return ""
+    with contextlib.suppress(OverflowError):  # of a number beyond 64 bits
+        known = np.fromiter(ids, np.int64, len(ids))  # half the time of min and max: a prompt may have 100,000 tokens
+        if not ids or (known.min() >= 0 and known.max() < vocab_size):
+            return ""
     bad = sorted({token for token in ids if not 0 <= token < vocab_size})
     return f"{bad[:5]} are outside the vocabulary of {vocab_size}" if bad else ""
 

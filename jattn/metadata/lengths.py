@@ -60,14 +60,16 @@ def slots_of_tokens(
     query_lens: np.ndarray, seq_lens: np.ndarray, start: np.ndarray, table: np.ndarray, block_size: int
 ) -> np.ndarray:
     """The slot of each new token; ValueError for a block whose slots do not fit int32. start: query_start_loc[:-1]."""
-    total = int(query_lens.sum())
-    req = np.repeat(np.arange(len(query_lens)), query_lens)
-    position = np.arange(total) + np.repeat(seq_lens - query_lens - start, query_lens)
-    column = np.clip(position // block_size, 0, table.shape[1] - 1)
-    block = table[req, column]
+    total, columns = int(query_lens.sum()), table.shape[1]
+    row = np.repeat(np.arange(len(query_lens), dtype=np.int64) * columns, query_lens)
+    position = np.arange(total, dtype=np.int32) + np.repeat(seq_lens - query_lens - start, query_lens)
+    column = position // block_size
+    place = position - column * block_size
+    block = table.reshape(-1)[row + np.clip(column, 0, columns - 1)]
     if (largest := int(block.max())) >= 2**31 // block_size:
         raise ValueError(f"block_table holds block {largest} of {block_size} tokens: its slots are outside int32")
-    return np.where(position >= 0, block * block_size + position % block_size, PAD_SLOT_ID)
+    slots = block * block_size + place
+    return slots if position.min() >= 0 else np.where(position >= 0, slots, PAD_SLOT_ID)
 
 
 def mm_prefix_ranges_of(ranges, num_live: int, rows: int) -> np.ndarray:
