@@ -118,21 +118,23 @@ class LiveRequests:
         Returns the ids of the changed requests and what the dispatch adds to the stats. An exception here, e.g. in a
         tokenizer, fails its row only.
         """
-        accepted, changed = self._accepted, dict[str, None]()
-        while accepted.unread:
-            completion, new = accepted.unread[0]  # removed once it is read: see take_back_unread
+        accepted, changed, count = self._accepted, dict[str, None](), 0
+        unread = accepted.unread
+        while unread:
+            completion, new = unread[0]  # removed once it is read: see take_back_unread
             if self._completions.get(completion.seq.id) is not completion:  # aborted since
-                accepted.unread.popleft()
+                unread.popleft()
                 continue
             had_ended = completion.finish_reason is not None
             try:
-                accepted.counts["output_tokens"] += completion.read_text(new)
+                count += completion.read_text(new)
             except Exception as error:
                 completion.fail_internally(error)
             if completion.finish_reason is not None and not had_ended:
                 accepted.end(completion, scheduler)
-            accepted.unread.popleft()
+            unread.popleft()
             changed[completion.request_id] = None
+        accepted.counts["output_tokens"] += count
         return list(changed), accepted.counts
 
     def take_back_unread(self) -> None:

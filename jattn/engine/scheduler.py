@@ -153,9 +153,10 @@ class Scheduler:
         while i < len(self.running) and draft.budget:
             seq = self.running[i]
             i += 1
-            if (left := seq.num_left) < 1:
+            length = len(seq.tokens) + seq.num_ahead
+            left, missing = seq.max_len - length, length - seq.num_computed  # num_left and num_missing
+            if left < 1:
                 continue
-            missing = seq.num_missing
             count = min(missing, draft.budget)
             while not extend(seq, seq.num_computed + count):
                 if in_flight:
@@ -165,8 +166,9 @@ class Scheduler:
                     break
             else:
                 draft.add(Chosen(seq, count, missing, left))
-        for row in draft.chosen:
-            self._publish(row.seq, row.num_new)
+        if self.tables.prefix_caching:
+            for row in draft.chosen:
+                self._publish(row.seq, row.num_new)
         return draft
 
     def may_admit(self, draft: Draft) -> bool:
@@ -215,7 +217,7 @@ class Scheduler:
         """Update a sequence whose row gave these tokens. The key of the last one is not in the cache yet."""
         seq.num_ahead -= row.max_samples
         seq.tokens += new_tokens
-        if seq.tables:  # it was not preempted since
+        if self.tables.settles and seq.tables:  # it was not preempted since
             self.tables.settle(seq, row.start + row.num_new + max(len(new_tokens) - 1, 0))
 
     def _publish(self, seq: Sequence, count: int) -> None:

@@ -142,6 +142,11 @@ class BlockTables:
                     pool.publish(table[i], seq.block_hashes[i])
         seq.num_published = full
 
+    @property
+    def settles(self) -> bool:
+        """Is there anything for `settle` to do, ever?"""
+        return self.prefix_caching or bool(self._forgetful)
+
     def settle(self, seq: Sequence, num_computed: int) -> None:
         """After a step was read, with so many tokens computed: let others share full blocks, and free blocks that no
         later token of this sequence can see."""

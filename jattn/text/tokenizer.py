@@ -177,7 +177,8 @@ class Detokenizer:
             for token in new:
                 self._window, added, _ = self._extended((token,))
                 text += added
-        self._parts.append(text)
+        if text:
+            self._parts.append(text)
         return text
 
     def _add_together(self, new: Sequence[int]) -> str | None:
@@ -205,7 +206,8 @@ class Detokenizer:
     def finish(self) -> str:
         """The text held back, with its unfinished character as U+FFFD."""
         self._window, text, _ = self._extended([], may_wait=False)
-        self._parts.append(text)
+        if text:
+            self._parts.append(text)
         return text
 
     def _extended(self, new: Sequence[int], may_wait: bool = True) -> tuple[_Window, str, bool]:
