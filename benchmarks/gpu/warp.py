@@ -72,10 +72,6 @@ VARIANTS = [  # cases that a choice of tiles concerns; ctas: of a multiprocessor
     ("pre_1x8k_fp8", dict(chip="sm_80", tile_halves=2)),
     ("pre_1x8k", dict(lazy_rescale=False)),
 ]
-SHUFFLED = (
-    "pre_1x8k", "pre_1x8k_d256", "pre_1x8k+window1024", "mixed_32d_2p", "dec_64x4k", "dec_16x32k_fp8", "pre_1x8k_d64",
-)  # fmt: skip
-"""Cases that are timed with shuffles, too: --only shuffles,NAMES compares the two on this card."""
 
 
 def case_of(name: str) -> cases.KernelCase:
@@ -118,7 +114,6 @@ def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[
     rounds = (
         (CHECKED_8BIT[:1], [*plain[:2], VARIANTS[0], ("pre_1x8k_d64", {}), *VARIANTS[2:4], *later[:3]]),
         (CHECKED_8BIT[1:3] + of_16_bits[:3], VARIANTS[4:6] + eight[:2] + VARIANTS[1:2] + VARIANTS[6:]),
-        ([], [(name, dict(shuffles=True)) for name in SHUFFLED]),
         (CHECKED_8BIT[3:] + of_16_bits[3:], eight[2:] + later[3:] + plain[2:]),
     )
     for checked, timed in rounds:

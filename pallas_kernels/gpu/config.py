@@ -57,8 +57,6 @@ class GpuKernelConfig:
     whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch
     fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
-    ping_pong: bool = True  # of long tiles: the compute warpgroups take turns on the tensor cores
-    integer_decode: bool = False  # float8_e4m3fn tiles are decoded by integers and a product instead of conversions
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
     narrow_rows: int = 0  # 8 or 16: no request has more rows, and narrow_sm90.py computes them; 0: unknown
 

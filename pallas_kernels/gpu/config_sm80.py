@@ -37,7 +37,6 @@ class WarpKernelConfig(GpuKernelConfig):
     narrow_rows: int = 8  # tiles of at most so many rows, 8 or 16, are narrow (narrow_sm80.py)
     wide_tiles: bool = False  # False: no request has more than narrow_rows packed rows
     tile_halves: int = 1  # halves of a wide tile, of 64 rows, that share each load of a key; 2: at most 128 columns
-    shuffles: bool = False  # maxima and sums over lanes by shuffles, which nvJitLink makes calls on sm_80, 86 and 89
     lazy_rescale: bool = True  # a wide tile's output is multiplied only in blocks that change the maximum
 
     @property

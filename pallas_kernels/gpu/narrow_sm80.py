@@ -24,7 +24,7 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     rows8, reader = cfg.narrow_rows // 8, BlockReader(cfg, refs, piece, 1)
     kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8, lean=True)
     keys = dict(dim=cfg.head_dim, target=cfg.dtype, **kind)
-    values = dict(dim=cfg.v_head_dim, target=cfg.value_dtype, parts=cfg.weight_parts, shuffles=cfg.shuffles, **kind)
+    values = dict(dim=cfg.v_head_dim, target=cfg.value_dtype, parts=cfg.weight_parts, shuffles=False, **kind)
     ids = reader.start()
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
     kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, group=cfg.group, heads=cfg.num_heads)
@@ -64,7 +64,7 @@ def _merge_warps(cfg: WarpKernelConfig, refs: Refs, piece: Piece, acc, stats):
     for n in range(cfg.narrow_rows // 8):
         sync_warps()
         decoded, rows8 = cfg.quantised, cfg.narrow_rows // 8
-        warp_mma.put_state(*scratch, acc, stats, wg, n, rows8=rows8, decoded=decoded, shuffles=cfg.shuffles, **kind)
+        warp_mma.put_state(*scratch, acc, stats, wg, n, rows8=rows8, decoded=decoded, shuffles=False, **kind)
         sync_warps()
         for line in range(8 // WARPS):
             warp_mma.merge_and_store(

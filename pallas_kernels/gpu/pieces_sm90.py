@@ -245,7 +245,7 @@ def load_scales(cfg: GpuKernelConfig, refs: Refs):
 
 def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
     """How tiles of keys and of values are converted; keys of 8-bit products are not."""
-    kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype, by_integers=cfg.integer_decode)
+    kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype)
     keys = StoredTile(dim=cfg.head_dim, target=cfg.query_dtype, **kind)
     transposed = cfg.compute_dtype is not None
     return keys, StoredTile(dim=cfg.v_head_dim, target=cfg.value_dtype, transposed=transposed, **kind)

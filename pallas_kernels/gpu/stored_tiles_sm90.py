@@ -30,7 +30,6 @@ class StoredTile:
     source: str  # dtype in the pool
     target: str  # dtype of the product's operand
     transposed: bool = False
-    by_integers: bool = False  # decoded without conversions, which share a unit with exponentials
 
     @property
     def chunks(self) -> int:
@@ -79,7 +78,7 @@ def convert(tile: StoredTile, source, target):
 
 
 def _decode(tile: StoredTile, source, target):
-    text, turn = decode_word(tile.source, tile.target, not tile.by_integers), rows.swizzle_bytes(tile.dim, tile.target)
+    text, turn = decode_word(tile.source, tile.target), rows.swizzle_bytes(tile.dim, tile.target)
     steps = range(tile.keys * tile.chunks // THREADS)
     for first in steps[::TOGETHER]:
         loaded = []

@@ -46,8 +46,6 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(c.v_head_dim > 128, wide)
         refuse(narrow > 0, f"compute_dtype {c.compute_dtype} with narrow_rows: wanted one of them")
     refuse(c.converts_tiles and c.block_kv not in (64, 128), f"blocks of {c.block_kv} keys of 8 bits: wanted 64 or 128")
-    decodes = c.converts_tiles and c.kv_dtype == FP8 and c.compute_dtype is None
-    refuse(c.integer_decode and not decodes, f"integer_decode: wanted a {FP8} cache whose tiles are decoded")
     refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(

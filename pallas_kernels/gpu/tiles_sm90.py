@@ -280,10 +280,7 @@ def full_block_bounds(piece: Piece):
 
 
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax.
-
-    Without cfg.ping_pong each goes its own way.
-    """
+    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
     row = row_bounds(cfg, refs, piece, 64 * wg)
     stage = refs.q_tile.at[piece.buffer, wg]
     q_tile, scale = _queries(cfg, refs, piece, wg, stage)
@@ -292,12 +289,10 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.stages))
 
     def say_done():
-        if cfg.ping_pong:
-            plgpu.barrier_arrive(refs.compute_barrier)
+        plgpu.barrier_arrive(refs.compute_barrier)
 
     def take_turn():
-        if cfg.ping_pong:
-            plgpu.barrier_wait(refs.compute_barrier)
+        plgpu.barrier_wait(refs.compute_barrier)
 
     def swap():
         say_done()

@@ -38,7 +38,7 @@ def _softmax_step(cfg: WarpKernelConfig, x, c, m, total, acc):
     With lazy_rescale the maximum may be too small, by at most MOST_BELOW_MAXIMUM: it changes in few blocks after the
     first, and lanes whose rows keep it do not rescale acc.
     """
-    top = lanes.row_maxima(x, cfg.shuffles) * c
+    top = lanes.row_maxima(x) * c
     new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m) if cfg.lazy_rescale else jnp.maximum(m, top)
     alpha = jnp.exp2(m - new_m)
     p = wide_mma.exponentials(x, c, new_m)

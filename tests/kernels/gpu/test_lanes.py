@@ -31,12 +31,12 @@ def drawn(seed=0, shape=(64, 64)):
     return (np.random.default_rng(seed).normal(size=shape) * 100).astype(np.float32)
 
 
-@pytest.mark.parametrize(("masked", "shuffles"), [(0, False), (40, False), (64, False), (40, True), (64, True)])
-def test_a_rows_maximum_is_the_same_in_its_lanes(masked, shuffles):
+@pytest.mark.parametrize("masked", [0, 40, 64])
+def test_a_rows_maximum_is_the_same_in_its_lanes(masked):
     numbers = drawn()
     numbers[::2, 64 - masked :] = -np.inf
     with emulated(lanes, Machine(128, 0)):
-        found = rows_of(lanes.row_maxima(fragment_of(numbers), shuffles))
+        found = rows_of(lanes.row_maxima(fragment_of(numbers)))
     want = np.maximum(numbers.max(axis=1), np.float32(lanes.LOWEST))
     assert (found == found[0]).all() and np.isfinite(found).all()
     assert (abs(found[0] - want) <= TO_16_BITS * abs(want)).all()

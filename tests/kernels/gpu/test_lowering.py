@@ -56,8 +56,6 @@ CASES = {
     **{f"page {s}": dict(page_size=s) for s in (8, 24, 48, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
     "8-bit products": dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"),
-    "8 bits, by integers": dict(kv_dtype="float8_e4m3fn", integer_decode=True, ping_pong=False),
-    "no ping-pong": dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", ping_pong=False),
     "8-bit products, few rows": dict(
         kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn", rows=4, layout="NHD", mask=MaskRule(left=99),
         logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, head_dim=192, out_dtype="float32",
@@ -143,8 +141,6 @@ REFUSED = {
     "no soft cap by FMA": dict(cap_fourths=2),
     "5 of 4": dict(logits=LogitRule(scale=0.1, soft_cap=30.0), cap_fourths=5),
     "flat list of long tiles": dict(flat_list=True),
-    "integers of int8": dict(integer_decode=True, kv_dtype="int8"),
-    "integers of few rows": dict(integer_decode=True, kv_dtype="float8_e4m3fn", rows=4),
     "8-bit products of 16 bits": dict(compute_dtype="float8_e4m3fn"),
     "8-bit products of int8": dict(compute_dtype="float8_e4m3fn", kv_dtype="int8"),
     "8-bit products in int8": dict(compute_dtype="int8", kv_dtype="int8"),

@@ -190,7 +190,6 @@ REFUSED = {
     "two halves of 256 columns": (dict(head_dim=256, v_head_dim=256, tile_halves=2), "tile_halves 2: wanted"),
     "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
     "fixed max": (dict(fixed_max=True), "the Hopper kernel's"),
-    "decoding by integers": (dict(E4M3, integer_decode=True), "integer_decode: the Hopper kernel's"),
 }
 
 
