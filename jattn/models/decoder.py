@@ -80,22 +80,21 @@ def _forward(
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
     tails = layer_tail.configs_of(config, params, x, model_mesh)
+    early = jnp.asarray(logits_at) if tails is None and _ends_with_few(config, logits_at, x.shape[0]) else None
     if tails is None and halves.serves(config, model_mesh, x.shape[0]):
         assert model_mesh is not None
-        caches, x = halves.forward(config, params, x, caches, step, model_mesh)
+        caches, x = halves.forward(config, params, x, caches, step, model_mesh, early)
     elif tails is None:
-        early = logits_at if _ends_with_few(config, logits_at, x.shape[0]) else None
         caches, stream = _each_layer(
             config, params, stream, inputs, caches, step, model_mesh, positions, encoded, early
         )
         x = last_x(config, params, stream)
-        logits_at = logits_at if early is None else None
     else:
         attend = lambda i: (
             step.attns[i], caches[i], step.plan(i), positions, step.angles(config.layers[i].rope)
         )  # fmt: skip
         caches, x = layer_tail.forward(config, params, x, tails, attend, model_mesh)
-    if logits_at is not None:
+    if logits_at is not None and early is None:
         x = x[jnp.asarray(logits_at)]
     return tuple(caches), head(config, params, last_hidden(config, params, x), model_mesh)
 
@@ -125,7 +124,7 @@ def _each_layer(
             caches[j], x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
         z = None if layer.layer_input is None else inputs[:, i]
         if logits_at is not None and i == count - 1:
-            stream, read, x, z = jax.tree.map(lambda rows: rows[jnp.asarray(logits_at)], (stream, read, x, z))
+            stream, read, x, z = jax.tree.map(lambda rows: rows[logits_at], (stream, read, x, z))
         stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z)
     return caches, stream
 

@@ -36,19 +36,29 @@ def _is_served(layer: LayerConfig) -> bool:
     return isinstance(layer.self_attn, AttentionConfig) and isinstance(layer.mlp, MLP) and is_usual
 
 
-def forward(config: ModelConfig, params: dict[str, Any], x: jax.Array, caches, step: Any, model_mesh: ModelMesh):
-    """(caches, x after the last layer). step: the attention plans of this step, as decoder.py has them."""
+def forward(
+    config: ModelConfig, params: dict[str, Any], x: jax.Array, caches, step: Any, model_mesh: ModelMesh,
+    logits_at: jax.Array | None,
+):  # fmt: skip
+    """(caches, x after the last layer). step: the attention plans of this step, as decoder.py has them.
+
+    logits_at: the tokens that are wanted after the last layer, which ends with its attention for the others; None: all.
+    """
     caches, halves, positions = list(caches), tuple(jnp.split(x, 2)), step.batches[0].positions()
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         at, angles = config.cache_of(i), step.angles(layer.rope)
+        wanted = logits_at if i == len(config.layers) - 1 else None
         caches[at], halves = _layer(
-            layer, step.attns[i], model_mesh, weights, halves, caches[at], step.plan(i), positions, angles
+            layer, step.attns[i], model_mesh, weights, halves, caches[at], step.plan(i), positions, angles, wanted
         )
     return caches, jnp.concatenate(halves)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))  # layers with equal configs share one trace
-def _layer(layer: LayerConfig, attn: Any, model_mesh: ModelMesh, weights, halves, cache, plan, positions, angles):
+def _layer(
+    layer: LayerConfig, attn: Any, model_mesh: ModelMesh, weights, halves, cache, plan, positions, angles, wanted
+):
+    """(cache, the halves after the layer, or a single part with the `wanted` tokens)."""
     config, own = layer.self_attn, weights["attn"]
     assert isinstance(config, AttentionConfig)  # _is_served
     normed_halves = [normed(layer.attn_norms.before, weights, "attn_norm", x) for x in halves]
@@ -56,8 +66,10 @@ def _layer(layer: LayerConfig, attn: Any, model_mesh: ModelMesh, weights, halves
     rows = tuple(None if y[0] is None else jnp.concatenate(y) for y in zip(*each, strict=True))
     attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     cache, out = attend_projected(config, own, rows, halves[0].dtype, attend, positions=positions, angles=angles)
-    results = []
-    for x, of_half in zip(halves, jnp.split(out, 2), strict=True):
-        attended = plus(layer.attn_norms, "attn", weights, x, attn.multiply(own, ("o",), of_half)[0])
+    parts, outs, results = halves, jnp.split(out, 2), []
+    if wanted is not None:
+        parts, outs = [jnp.concatenate(halves)[wanted]], [out[wanted]]
+    for x, of_part in zip(parts, outs, strict=True):
+        attended = plus(layer.attn_norms, "attn", weights, x, attn.multiply(own, ("o",), of_part)[0])
         results.append(mlp_sublayer(layer, weights, x, attended, model_mesh))
     return cache, tuple(results)

@@ -21,8 +21,8 @@ KEYS = {
 }
 
 
-def logits(config, params, mesh=None):
-    """f32 logits of a chunk of 16 tokens and of the 16 after them, of one request."""
+def logits(config, params, mesh=None, at=None):
+    """f32 logits of a chunk of 16 tokens and of the 16 after them, of one request. at: of these tokens of each."""
     page, found = 4, []
     caches = config.make_caches(16, page, "float32")
     table = np.random.default_rng(3).permutation(16)[None].astype(np.int32)
@@ -30,7 +30,7 @@ def logits(config, params, mesh=None):
     ids = np.random.default_rng(4).integers(0, config.vocab_size, 32).astype(np.int32)
     for begin in (0, 16):
         meta = jattn.CommonAttentionMetadata.from_lengths([16], [begin + 16], table, page)
-        caches, rows = step(params, ids[begin : begin + 16], caches, meta)
+        caches, rows = step(params, ids[begin : begin + 16], caches, meta, logits_at=at)
         found.append(np.asarray(rows))
     return np.concatenate(found)
 
@@ -45,6 +45,17 @@ def test_two_halves_give_the_logits_of_one_device(family, monkeypatch):
     mesh = models.ModelMesh.of(config, Mesh(np.array(jax.devices()[:2]), ("tensor",)))
     np.testing.assert_allclose(logits(config, params, mesh), logits(config, params), rtol=2e-5, atol=2e-5)
     assert calls
+
+
+@pytest.mark.parametrize("at", [[15], [3, 9, 3]])
+def test_the_wanted_tokens_of_both_halves(at, monkeypatch):
+    config = models.config_of(COMMON | dict(model_type="gemma2", vocab_size=64) | SIZES | KEYS["gemma2"])
+    params = examples.params_of(config)
+    monkeypatch.setattr(halves, "LEAST_TOKENS", 16)
+    mesh = models.ModelMesh.of(config, Mesh(np.array(jax.devices()[:2]), ("tensor",)))
+    found = logits(config, params, mesh, np.array(at, np.int32))
+    want = logits(config, params)[np.concatenate([at, np.add(at, 16)])]
+    np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-5)
 
 
 def test_other_steps_are_computed_whole():
