@@ -202,7 +202,9 @@ def test_no_weight_and_no_logits_are_gathered(config, quantization):
     assert {name for name, _ in found} == {"all-reduce", "all-gather"}
     assert max(size for name, size in found if name == "all-gather") <= 4 * rows, "a number of each row and rank"
     hidden = OPTIONS["max_num_batched_tokens"] * config.hidden_size
-    assert sum(size == hidden for _, size in found) == 2 * layers + 1 and max(size for _, size in found) == hidden
+    assert sum(size == hidden for _, size in found) == 2 * layers and max(size for _, size in found) == hidden
+    wanted = sum(name == "all-reduce" and size == rows * config.hidden_size for name, size in found)
+    assert wanted == 1, "the last MLP computes one token of each row"
 
 
 def test_a_product_that_xla_cannot_divide_would_gather_its_weights(monkeypatch):
