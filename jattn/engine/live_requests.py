@@ -71,8 +71,8 @@ class LiveRequests:
                 self.drop(self._requests[id])
 
     def drop_ended(self) -> None:
-        """`drop_finished` of the requests that the last dispatch ended."""
-        self.drop_finished(dict.fromkeys(self._accepted.ended))
+        """`drop_finished` of the requests that the last dispatch ended, unless they were aborted since."""
+        self.drop_finished([id for id in dict.fromkeys(self._accepted.ended) if id in self._requests])
         self._accepted.ended.clear()
 
     def count_plan(self, plan: StepPlan) -> Counter[str]:
@@ -135,7 +135,7 @@ class LiveRequests:
             unread.popleft()
             changed[completion.request_id] = None
         accepted.counts["output_tokens"] += count
-        return list(changed), accepted.counts
+        return [id for id in changed if id in self._requests], accepted.counts  # a tokenizer may have aborted some
 
     def take_back_unread(self) -> None:
         """After an exception: remove the accepted tokens whose text was not read. They are computed again."""

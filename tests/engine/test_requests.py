@@ -179,3 +179,28 @@ def test_a_tiny_temperature_is_greedy_and_a_huge_one_is_finite():
     for options in (dict(temperature=1e6), dict(repetition_penalty=1e-2), dict(repetition_penalty=1e2)):
         (output,) = served.generate([[5, 6]], SamplingParams(max_tokens=9, ignore_eos=True, **options))
         assert len(output.token_ids) == 9 and not output.error
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["before its text is read", "after"])
+def test_a_tokenizer_that_aborts_another_request_fails_none(is_read):
+    """The other one has its last token in the same step."""
+    calls = []
+
+    class Aborting(ByteTokenizer):
+        def decode(self, token_ids):
+            calls.append(1)
+            if steps and len(calls) > is_read:
+                served.abort("other")
+            return super().decode(token_ids)
+
+    steps, served = [], engine(tokenizer=Aborting(num_special=2))
+    requests = [("kept", [5, 6], 4), ("other", [7, 8], 1)]
+    for id, prompt, count in reversed(requests) if is_read else requests:
+        served.add_request(prompt, SamplingParams(max_tokens=count, **GREEDY), request_id=id)
+    calls.clear()
+    steps.append(1)
+    found = {}
+    while served.has_work:
+        found |= {output.id: output for output in served.step()}
+    assert found["kept"].finish_reason == "length" and found["kept"].token_ids == answer([5, 6], 4)
+    assert served.stats.failed == 0
