@@ -36,7 +36,7 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests import quick  # noqa: E402
+from tests import quick, sampled  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_enable_x64", False)
@@ -95,8 +95,10 @@ def compiles():
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     quick.mark(items)
+    sampled.mark(items, config.rootpath)
     if not any("::" in argument for argument in config.args) and not config.getoption("lf", False):  # files are whole
         quick.check(items, config.rootpath)
+        sampled.check(config.rootpath)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

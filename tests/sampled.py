@@ -1,0 +1,74 @@
+"""Which files have so many similar tests that a commit must pass only some of them.
+
+`make test` runs all of them; `.ci/run` every n-th of each test function, so each function runs at least once, and the
+same tests each time. The others get the marker `slow`. `.ci/run --whole` leaves nothing out.
+"""
+
+import collections
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+EVERY = {
+    "tests/backends/test_conformance.py": 3,
+    "tests/backends/test_conformance_packed.py": 3,
+    "tests/backends/test_cudnn_gradient.py": 5,
+    "tests/backends/test_mla_conformance.py": 3,
+    "tests/backends/test_mla_pallas_tpu.py": 4,
+    "tests/backends/test_pallas_gpu.py": 3,
+    "tests/backends/test_tpu_invariance.py": 3,
+    "tests/bite/test_engine_mutants.py": 3,
+    "tests/bite/test_mutants.py": 3,
+    "tests/bite/test_tpu_copies.py": 3,
+    "tests/cache/test_write.py": 3,
+    "tests/cli/test_cli.py": 3,
+    "tests/cli/test_signals.py": 2,
+    "tests/engine/test_context_ranks.py": 3,
+    "tests/engine/test_data_ranks.py": 3,
+    "tests/engine/test_mesh.py": 4,
+    "tests/engine/test_plan.py": 3,
+    "tests/engine/test_sampling_odd.py": 3,
+    "tests/kernels/gpu/test_work_list.py": 3,
+    "tests/kernels/tpu/test_kv_write.py": 3,
+    "tests/kernels/tpu/test_paged_attention.py": 4,
+    "tests/laws/test_batch.py": 3,
+    "tests/laws/test_doors_walk_attention.py": 3,
+    "tests/laws/test_field_bugs_2026.py": 3,
+    "tests/laws/test_field_bugs_hangs.py": 3,
+    "tests/laws/test_field_bugs_masks.py": 3,
+    "tests/laws/test_field_bugs_numbers.py": 3,
+    "tests/laws/test_gradients.py": 3,
+    "tests/laws/test_options.py": 4,
+    "tests/laws/test_own_dtypes.py": 3,
+    "tests/laws/test_serving.py": 3,
+    "tests/models/test_families.py": 4,
+    "tests/models/test_halves.py": 3,
+    "tests/models/test_layer_tail.py": 4,
+    "tests/models/test_model_mesh.py": 4,
+    "tests/models/test_moe.py": 3,
+    "tests/models/test_neighbours.py": 4,
+    "tests/models/test_parity.py": 3,
+}
+"""File -> n. n has no factor in common with the number of backends, dtypes or modes that alternate in the file."""
+
+
+def mark(items: Sequence[pytest.Item], root: Path) -> None:
+    """Give the tests that are left out the marker `slow`."""
+    places = {root / file: every for file, every in EVERY.items()}
+    seen = collections.Counter[tuple[Path, str]]()
+    for item in items:
+        every = places.get(item.path)
+        if every is None or item.get_closest_marker("slow"):
+            continue
+        function = item.path, getattr(item, "originalname", None)
+        if seen[function] % every:
+            item.add_marker(pytest.mark.slow)
+        seen[function] += 1
+
+
+def check(root: Path) -> None:
+    """pytest.UsageError where a row names a file that is not there."""
+    gone = [file for file in EVERY if not (root / file).exists()]
+    if gone:
+        raise pytest.UsageError(f"tests/sampled.py names files that are not there: {', '.join(gone)}")
