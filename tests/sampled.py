@@ -49,6 +49,8 @@ EVERY = {
     "tests/models/test_moe.py": 3,
     "tests/models/test_neighbours.py": 4,
     "tests/models/test_parity.py": 3,
+    "tests/nn/test_scan.py": 3,
+    "tests/ops/test_cpu_loop.py": 4,
 }
 """File -> n. n has no factor in common with the number of backends, dtypes or modes that alternate in the file."""
 

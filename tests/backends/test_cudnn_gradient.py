@@ -170,6 +170,7 @@ def test_a_batch_with_other_lengths_is_no_longer_known_to_be_all_new():
     assert not jattn.CommonAttentionMetadata.from_lengths([2], [2], [[0]], 16).is_all_new
 
 
+@pytest.mark.slow
 def test_a_gradient_of_lse_is_that_of_sdpa(impl):
     spec, meta = jattn.AttentionSpec(**LAYER), batch([8, 12])
     q, k, v, dout = inputs(20, 20)

@@ -166,6 +166,7 @@ def result(row: Row):
     return *found, (np.split(kv_c, ends), np.split(k_pe, ends)), proj, np.asarray(q, np.float64)
 
 
+@pytest.mark.slow
 def test_the_gradient_and_sparse_attention_are_those_of_mla_sdpa(monkeypatch):
     monkeypatch.setattr(jattn.device, "detect", lambda: V6E)
     spec, size, found = MLASpec(**SIZES), 16, []

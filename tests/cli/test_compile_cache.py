@@ -123,6 +123,7 @@ def test_the_second_process_compiles_nothing(home):
     assert said == ""
 
 
+@pytest.mark.slow
 def test_other_flags_of_xla_are_other_programs(filled):
     first, _ = filled
     other, _ = run(XLA_FLAGS="--xla_cpu_max_isa=SSE4_2")
@@ -148,6 +149,7 @@ def test_a_switch_turns_it_off(home, monkeypatch, caplog, switch):
         jax.config.update("jax_enable_compilation_cache", before)
 
 
+@pytest.mark.slow
 def test_a_cache_of_the_users_own_stays_and_is_not_limited(home, tmp_path, monkeypatch, capsys):
     own = tmp_path / "own"
     seen, _ = run(JAX_COMPILATION_CACHE_DIR=str(own), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")

@@ -63,6 +63,7 @@ def test_prompts_are_longer_and_shorter_than_the_limit_between_the_two_forms():
     assert min(lengths) <= limit < min(max(lengths), OPTIONS["max_num_batched_tokens"])
 
 
+@pytest.mark.slow
 def test_alone_without_prefixes_the_tokens_are_the_same():
     crowd = Engine(CONFIG, PARAMS, **OPTIONS).generate(requests(), GREEDY)
     served = Engine(CONFIG, PARAMS, **OPTIONS, prefix_caching=False)
@@ -83,6 +84,7 @@ def test_a_deterministic_engine_gives_the_same_bits_alone_and_in_a_crowd(backend
         assert again.token_ids == output.token_ids and again.logprobs == output.logprobs
 
 
+@pytest.mark.slow
 def test_a_cache_of_8_bits_is_nearly_greedy():
     assert_greedy(Engine(CONFIG, PARAMS, cache_dtype="int8", **OPTIONS).generate(requests(3), GREEDY), tolerance=0.05)
 

@@ -4,6 +4,8 @@ import platform
 import subprocess
 import sys
 
+import pytest
+
 from jattn.engine import memory
 
 FAULTS = """
@@ -28,6 +30,7 @@ def faults(how: str) -> float:
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 def test_a_large_result_costs_no_fresh_pages():
     assert faults("keep") <= faults("leave") / 4 or platform.libc_ver()[0] != "glibc"
 

@@ -104,6 +104,7 @@ def test_r35_a_dispatched_batch_is_read_only_and_shares_no_memory(monkeypatch):
             batch.words[...] = 0
 
 
+@pytest.mark.slow
 def test_r35_a_pool_that_is_always_full_gives_the_models_tokens(sent):
     """Blocks are freed and allocated again while dispatches with the old block tables are in flight."""
     served = engine(HYBRID, num_blocks=10, max_model_len=34)

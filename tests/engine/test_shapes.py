@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
 from jattn.engine import Limits, StepPlan
@@ -73,6 +74,7 @@ assert made and not [line for line in said if "Compiling jit(dispatch)" in line]
 """
 
 
+@pytest.mark.slow
 def test_a_setting_that_the_first_trace_registers_compiles_nothing_later():
     """On a GPU the kernel's first trace imports a part of JAX that does this; a batch of one row then compiled anew."""
     done = subprocess.run([sys.executable, "-c", LATE_SETTING], cwd=ROOT, capture_output=True, text=True, timeout=200)

@@ -102,6 +102,7 @@ def served(one: Engine, work, aborted: int = 0) -> list[tuple[int, ...]]:
     return [done[id].token_ids for id in ids[aborted:]]
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_flat_attention_with_two_system_prompts_preemption_and_aborts(sharing, compiles):
     work = requests(0, 20, 2)
     flat, one = engine(num_blocks=40, cascade_attention=False), engine(num_blocks=40)
@@ -136,6 +137,7 @@ def test_rows_without_a_common_block_take_the_flat_program(sharing):
     assert one.stats.shared_prefix_dispatches == 0
 
 
+@pytest.mark.slow
 def test_windows_stay_flat_beside_layers_that_share(sharing):
     """The table of a group with a window has other blocks in each row, and none for what the window has left."""
     config = models.config_of(

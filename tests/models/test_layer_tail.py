@@ -161,6 +161,7 @@ def test_options_that_are_not_taken(changes, hopper):
     assert configs(config_of("llama")) and not configs(config_of("llama", **changes))
 
 
+@pytest.mark.slow
 def test_norms_of_one_plus_a_scale_are_taken(hopper):
     plain = config_of("llama")
     norms = models.residual.ResidualNorms(before=Norm(eps=1e-3, one_plus=True))

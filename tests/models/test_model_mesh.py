@@ -93,6 +93,7 @@ def test_in_bfloat16_the_logits_differ_by_its_rounding(family):
     assert 0 < errors[1] < 2 * errors[0]
 
 
+@pytest.mark.slow
 def test_layers_with_different_numbers_of_kv_heads():
     """4, 2 and 1 kv heads on four ranks: axes of 2 and 2; one layer is on both, one on the first, one on none."""
     config = models.config_of(FAMILIES["llama"] | {"num_hidden_layers": 3})
