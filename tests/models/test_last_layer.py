@@ -45,6 +45,14 @@ def test_no_logits_are_wanted(family):
     assert logits.shape == (0, config.vocab_size) and len(caches) == len(args[1])
 
 
+@pytest.mark.parametrize("at", [3, [[8, 13]], [8.0], slice(0, 2), "8", [True, False]], ids=repr)
+def test_what_names_no_tokens_is_refused_by_name(at):
+    config = models.config_of(examples.DECODERS["llama"])
+    step, args = step_of(config)
+    with pytest.raises(ValueError, match="logits_at"):
+        jax.eval_shape(lambda params: step(params, *args, logits_at=at), examples.params_of(config))
+
+
 def test_the_last_mlp_computes_only_the_wanted_tokens():
     config = models.config_of(examples.DECODERS["llama"])
     params = examples.params_of(config)
