@@ -122,7 +122,7 @@ class LiveRequests:
         unread = accepted.unread
         while unread:
             completion, new = unread[0]  # removed once it is read: see take_back_unread
-            if self._completions.get(completion.seq.id) is not completion:  # aborted since
+            if not self._serves(completion):  # aborted since
                 unread.popleft()
                 continue
             had_ended = completion.finish_reason is not None
@@ -130,12 +130,15 @@ class LiveRequests:
                 count += completion.read_text(new)
             except Exception as error:
                 completion.fail_internally(error)
-            if completion.finish_reason is not None and not had_ended:
-                accepted.end(completion, scheduler)
+            if completion.finish_reason is not None and not had_ended and self._serves(completion):
+                accepted.end(completion, scheduler)  # its tokenizer may have aborted it, which did the same
             unread.popleft()
             changed[completion.request_id] = None
         accepted.counts["output_tokens"] += count
         return [id for id in changed if id in self._requests], accepted.counts  # a tokenizer may have aborted some
+
+    def _serves(self, completion: CompletionState) -> bool:
+        return self._completions.get(completion.seq.id) is completion
 
     def take_back_unread(self) -> None:
         """After an exception: remove the accepted tokens whose text was not read. They are computed again."""

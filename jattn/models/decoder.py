@@ -10,6 +10,7 @@ import numpy as np
 
 from jattn.attention import PagedAttention
 from jattn.cache import KVCacheSpec, PagedKV
+from jattn.errors.arguments import as_array
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
@@ -75,12 +76,13 @@ def _forward(
     model_mesh: ModelMesh | None,
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:  # fmt: skip
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
+    logits_at = None if logits_at is None else as_array("logits_at", logits_at, "integers", (1,))
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
     tails = layer_tail.configs_of(config, params, x, model_mesh)
-    early = jnp.asarray(logits_at) if tails is None and _ends_with_few(config, logits_at, x.shape[0]) else None
+    early = logits_at if tails is None and _ends_with_few(config, logits_at, x.shape[0]) else None
     if tails is None and halves.serves(config, model_mesh, x.shape[0]):
         assert model_mesh is not None
         caches, x = halves.forward(config, params, x, caches, step, model_mesh, early)
@@ -95,13 +97,13 @@ def _forward(
         )  # fmt: skip
         caches, x = layer_tail.forward(config, params, x, tails, attend, model_mesh)
     if logits_at is not None and early is None:
-        x = x[jnp.asarray(logits_at)]
+        x = x[logits_at]
     return tuple(caches), head(config, params, last_hidden(config, params, x), model_mesh)
 
 
 def _ends_with_few(config: ModelConfig, logits_at: jax.Array | None, tokens: int) -> bool:
     """May the last layer compute only these tokens after its attention? With AltUp tokens are not the first axis."""
-    return logits_at is not None and jnp.shape(logits_at)[0] < tokens and config.altup is None
+    return logits_at is not None and logits_at.shape[0] < tokens and config.altup is None
 
 
 def _each_layer(

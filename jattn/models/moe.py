@@ -148,7 +148,7 @@ class MoE:
         if is_range:  # the rows after the last group are undefined
             y = jnp.where(flat[order, None] < count, y, 0)
         y = y if on_input else y * score
-        y = y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, -1).sum(axis=1)
+        y = y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
         return y if kept is None else y + x * jnp.where(first == 0, kept, 0)[:, None].astype(x.dtype)
 
     def _route(self, router: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -180,7 +180,7 @@ class MoE:
         """ranks f32[T, E], with -inf for experts outside the best groups."""
         if self.groups == 1:
             return ranks
-        grouped = ranks.reshape(ranks.shape[0], self.groups, -1)
+        grouped = ranks.reshape(ranks.shape[0], self.groups, self.num_experts // self.groups)
         best = jax.lax.top_k(grouped, self.group_best)[0].sum(axis=-1)
         kept = jax.lax.top_k(best, self.top_groups)[1]  # [T top_groups]
         is_kept = (kept[:, :, None] == jnp.arange(self.groups)[None, None, :]).any(axis=1)

@@ -204,3 +204,23 @@ def test_a_tokenizer_that_aborts_another_request_fails_none(is_read):
         found |= {output.id: output for output in served.step()}
     assert found["kept"].finish_reason == "length" and found["kept"].token_ids == answer([5, 6], 4)
     assert served.stats.failed == 0
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["goes on", "raises"])
+@pytest.mark.parametrize("count", [1, 9], ids=["its last token", "not its last"])
+def test_a_tokenizer_that_aborts_the_request_that_it_reads_fails_none(raises, count):
+    class Aborting(ByteTokenizer):
+        def decode(self, token_ids):
+            if steps and served.abort("gone") and raises:
+                raise RuntimeError("after the abort")
+            return super().decode(token_ids)
+
+    steps, served = [], engine(tokenizer=Aborting(num_special=2))
+    for id, prompt, most in (("gone", [7, 8], count), ("kept", [5, 6], 4)):
+        served.add_request(prompt, SamplingParams(max_tokens=most, **GREEDY), request_id=id)
+    steps.append(1)
+    found = {output.id: output for output in served.drain()}
+    assert found["kept"].token_ids == answer([5, 6], 4)
+    assert found["gone"].finish_reason == ("abort" if count > 1 else "length")
+    stats = served.stats
+    assert stats.failed == 0 and stats.finished + stats.aborted == 2 and stats.cache_usage == 0

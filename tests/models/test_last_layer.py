@@ -35,6 +35,24 @@ def test_logits_at_some_tokens_are_those_of_all_tokens(family):
     jax.tree.map(np.testing.assert_array_equal, same_caches, caches)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "glm4_moe"])
+def test_no_logits_are_wanted(family):
+    """E.g. of a chunk that does not end a prompt. Experts get no token then, of which reshape cannot infer a size."""
+    config = models.config_of((examples.DECODERS | examples.FURTHER)[family])
+    step, args = step_of(config)
+    none = functools.partial(step, logits_at=np.zeros(0, np.int32))
+    caches, logits = jax.eval_shape(none, examples.params_of(config), *args)
+    assert logits.shape == (0, config.vocab_size) and len(caches) == len(args[1])
+
+
+@pytest.mark.parametrize("at", [3, [[8, 13]], [8.0], slice(0, 2), "8", [True, False]], ids=repr)
+def test_what_names_no_tokens_is_refused_by_name(at):
+    config = models.config_of(examples.DECODERS["llama"])
+    step, args = step_of(config)
+    with pytest.raises(ValueError, match="logits_at"):
+        jax.eval_shape(lambda params: step(params, *args, logits_at=at), examples.params_of(config))
+
+
 def test_the_last_mlp_computes_only_the_wanted_tokens():
     config = models.config_of(examples.DECODERS["llama"])
     params = examples.params_of(config)
