@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jattn import device
 from jattn.cache import PagedKV
-from jattn.engine import admission, data_ranks, interrupts, shared_prefix, sizing, turns, weights
+from jattn.engine import admission, construction, data_ranks, interrupts, shared_prefix, sizing, turns, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.params import SamplingParams
@@ -47,7 +47,7 @@ class Engine:
 
     spans_processes = False  # True: the mesh has devices of several processes, see LockStepEngine
 
-    @takes(**admission.OPTIONS)
+    @takes(**construction.OPTIONS)
     def __init__(
         self,
         config: Any,  # a jattn.models.ModelConfig
@@ -77,10 +77,10 @@ class Engine:
     ):
         device.check_context(PLACES)
         if forward is None:
-            admission.check_decoder_only(config)
-            admission.check_weights(config, params)
-        config, params = admission.with_heads_apart(config, params, mesh)
-        model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes, expert_parallel)
+            construction.check_decoder_only(config)
+            construction.check_weights(config, params)
+        config, params = construction.with_separate_qkv(config, params, mesh)
+        model_mesh = construction.model_mesh_of(config, mesh, self.spans_processes, expert_parallel)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
         block_size = sizing.default_block_size(model_mesh=model_mesh) if block_size is None else block_size
@@ -96,7 +96,7 @@ class Engine:
         self.config, self.tokenizer, self.chat_template = config, tokenizer, chat_template
         make_caches = sizing.cache_maker(config, pools, block_size, storage, model_mesh, backend)
         caches = make_caches()
-        model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
+        model = construction.model_of(config, caches, forward, backend, deterministic, model_mesh)
         rule = None
         if cascade_attention and prefix_caching and not deterministic:  # a row's last bits depend on who shares with it
             rule = shared_prefix.rule_of(config, caches, backend, sizing.dtype_of(params), model_mesh, block_size)
@@ -141,14 +141,14 @@ class Engine:
         from jattn import models
 
         device.check_context(PLACES)
-        mesh = admission.mesh_of(
+        mesh = construction.mesh_of(
             mesh, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
             decode_context_parallel=decode_context_parallel,
         )  # fmt: skip
         config, sharding = models.load_config(directory), None
-        admission.check_decoder_only(config)
+        construction.check_decoder_only(config)
         if mesh is not None:
-            sharding = admission.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
+            sharding = construction.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
             sharding = sharding.weight_sharding(config)
         # first, because a folder without a tokenizer is refused
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
@@ -307,7 +307,7 @@ class Engine:
         """
         self.runner.must_be_awake("update_weights()")
         mesh = self.runner.model.model_mesh
-        exchange = self.runner.update(admission.with_heads_apart(self.config, params, mesh)[1])
+        exchange = self.runner.update(construction.with_separate_qkv(self.config, params, mesh)[1])
         self._loop.finish_in_flight()
         exchange()
         self._loop.restart(weights_version=self.tables.weights_version + 1)
