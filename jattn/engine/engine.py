@@ -29,7 +29,7 @@ from jattn.text.tokenizer import Tokenizer, load_tokenizer
 Prompt = str | Many[int]
 
 PLACES = "an engine places its arrays"
-"""For device.check_context."""
+"""What device.check_context says of an Engine."""
 
 
 class Engine:

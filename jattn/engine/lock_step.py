@@ -31,7 +31,7 @@ from jattn.engine.shared_prefix import SharedPrefixRule
 from jattn.engine.step_loop import StepLoop
 from jattn.errors import EngineDeadError, UnsupportedError
 
-CHECKED = 16
+PLANS_CHECKED_EVERY = 16
 """Every 16th dispatch adds its plan and block tables to the checksum; every dispatch adds its tokens."""
 
 
@@ -218,12 +218,12 @@ class _DigestedFlights(Flights):
     digest = 0
 
     def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> StepShape:
-        if number % CHECKED == 0:
+        if number % PLANS_CHECKED_EVERY == 0:
             tables = b"".join(table.tobytes() for seq in requests.sequences(plan.rows) for table in seq.tables)
             self.digest = zlib.crc32(tables, zlib.crc32(repr(plan).encode(), self.digest))
         return super().send(plan, requests, number)
 
     def wait(self, flight: InFlight) -> tuple[DispatchResult, dict[str, float]]:
-        result, seen = super().wait(flight)
+        result, times = super().wait(flight)
         self.digest = zlib.crc32(result.tokens[: flight.plan.burst].tobytes(), self.digest)
-        return result, seen
+        return result, times

@@ -12,6 +12,8 @@ from jattn.engine.params import SamplingParams
 from jattn.engine.sampling import BAD_TOKEN
 from jattn.text.tokenizer import Detokenizer, Tokenizer, find_stop, held_back
 
+log = logging.getLogger("jattn.engine")
+
 
 @dataclasses.dataclass(eq=False)
 class Sequence:
@@ -57,7 +59,7 @@ class Sequence:
         return array("i", self.prompt)
 
     def words(self, start: int, end: int) -> array:
-        """tokens[start:end] as numbers of 32 bits. A long prompt is copied, not converted number by number."""
+        """tokens[start:end] as numbers of 32 bits. The prompt is converted once, and then only copied."""
         if end <= len(self.prompt):
             return self._prompt_words[start:end]
         return array("i", self.tokens[start:end])
@@ -153,9 +155,6 @@ class RequestOutput:
         return self.outputs[0].error
 
 
-log = logging.getLogger("jattn.engine")
-
-
 def _made(cls: type, fields: dict[str, Any]) -> Any:
     """An instance of a frozen dataclass, from all of its fields. Its own __init__ takes four times as long, because it
     calls object.__setattr__ for each; a step of 256 rows makes 512 instances."""
@@ -206,9 +205,9 @@ class CompletionState:
         return tokens
 
     def read_text(self, tokens: list[int]) -> int:
-        """Append the text of accepted tokens, the last of the sequence; returns how many of them remain.
+        """Append the text of the sequence's last tokens, which were accepted; returns how many of them remain.
 
-        A stop string ends the completion at the token that completes it, and the sequence loses the tokens behind it.
+        A stop string ends the completion at the token that completes it, and the sequence loses the tokens after it.
         """
         if self.detokenizer is None:
             return len(tokens)
