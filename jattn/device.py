@@ -73,7 +73,7 @@ def processors() -> int | None:
 
 
 MAX_PEERS = 8
-"""Devices whose memory a Mosaic kernel can write to, its own included."""
+"""The most devices of one kernel, its own included: more than the GPUs of one host have no common memory."""
 
 
 def are_peers(devices: Sequence[Any]) -> bool:
