@@ -10,7 +10,8 @@ from typing import Any
 
 from jattn.engine.params import SamplingParams
 from jattn.engine.sampling import BAD_TOKEN
-from jattn.text.tokenizer import Detokenizer, Tokenizer, find_stop, held_back
+from jattn.text.detokenizer import Detokenizer, find_stop, held_back
+from jattn.text.tokenizer import Tokenizer
 
 log = logging.getLogger("jattn.engine")
 
