@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         dict(chip=chip, case=case) | own_process.row("benchmarks.tpu.engine", chip, case, str(args.layers))
         for chip, case in command.each(args.chips, args.cases)
     )
-    return command.exit_code(command.kept("engine", args, found))
+    return command.exit_code(command.print_and_keep("engine", args, found))
 
 
 if __name__ == "__main__":
