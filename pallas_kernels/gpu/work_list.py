@@ -27,7 +27,7 @@ Tokens past query_start_loc[R] (padding) belong to a ghost request without keys,
 (0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
 
     info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
-    cta   i32[C, 12]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
+    cta   i32[C, 16]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
                            the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit to merge
                            (or -1), the first and the last CTA that hold a part of it; FROM, UNTIL: the same two CTAs of
                            the unit in which this CTA's part begins (flat lists only)
@@ -55,6 +55,8 @@ With spans in the mask, the rows of info after the tiles hold two numbers a toke
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
 JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
+"""Columns of cta, see the module's docstring; JOIN is the first of three."""
+
 TILE_ROWS = 2 * WARPGROUP_ROWS
 SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
@@ -141,7 +143,7 @@ def token_range(info, num_tokens: int, token, layout):
 
 
 def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges):
-    """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
+    """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); cost 0: the row of info is unused."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
     q_lens = jnp.append(query_lens, num_tokens - starts[-1])
