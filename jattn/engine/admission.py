@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from jattn.engine.blocks import request_root
+from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
-from jattn.engine.request import Completion, FinishReason, RequestOutput
 from jattn.engine.scheduler import Limits
 from jattn.text.tokenizer import Tokenizer
 

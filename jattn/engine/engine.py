@@ -15,8 +15,9 @@ from jattn.cache import PagedKV
 from jattn.engine import admission, construction, data_ranks, interrupts, shared_prefix, sizing, turns, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
+from jattn.engine.outputs import RequestOutput
 from jattn.engine.params import SamplingParams
-from jattn.engine.request import Request, RequestOutput, Sequence, final_length, seed_of
+from jattn.engine.request import Request, Sequence, final_length, seed_of
 from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes

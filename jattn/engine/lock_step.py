@@ -21,9 +21,9 @@ from jattn.engine.data_ranks import Tables
 from jattn.engine.engine import Engine, Prompt
 from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
+from jattn.engine.outputs import RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.processes import STOP, Processes
-from jattn.engine.request import RequestOutput
 from jattn.engine.runner import DispatchResult, InFlight
 from jattn.engine.scheduler import StepPlan
 from jattn.engine.shapes import StepShape

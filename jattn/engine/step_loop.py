@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from jattn.engine import data_ranks
 from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
-from jattn.engine.request import FinishReason, Request, RequestOutput, internal_error_message
+from jattn.engine.outputs import FinishReason, RequestOutput
+from jattn.engine.request import Request, internal_error_message
 from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits, StepPlan
 from jattn.engine.stats import Stats
