@@ -21,7 +21,8 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.batch import BATCH, queries_of
+from jattn.metadata.attention_type import queries_of
+from jattn.metadata.batch import BATCH
 from jattn.ops.layer import output_dtype
 from jattn.ops.rotation import Angles, check_angles, rotate
 from jattn.ops.state import AttentionState

@@ -54,7 +54,9 @@ def detect() -> Chip:
 
 def check_context(what: str) -> None:
     """UnsupportedError inside jax.set_mesh of a mesh whose axes are Explicit. There shard_map takes no other mesh, and
-    JAX wants to be told the sharding of results that it decides itself elsewhere. what: the subject of the sentence.
+    JAX wants to be told the sharding of results that it decides itself elsewhere.
+
+    what: what the caller does, for the error: "an engine places its arrays".
     """
     explicit = jax.sharding.get_abstract_mesh().explicit_axes
     if explicit:
@@ -71,6 +73,7 @@ def processors() -> int | None:
 
 
 MAX_PEERS = 8
+"""The most devices of one kernel, its own included: more than the GPUs of one host have no common memory."""
 
 
 def are_peers(devices: Sequence[Any]) -> bool:

@@ -27,7 +27,8 @@ from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.errors.arguments import as_array, boolean, check_kind, integer, kind, sequence_of, short, takes, text
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.batch import BATCH, queries_of
+from jattn.metadata.attention_type import queries_of
+from jattn.metadata.batch import BATCH
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops.state import AttentionState

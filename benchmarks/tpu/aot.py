@@ -36,11 +36,13 @@ class Shape:
     wide: bool = False
 
 
-def _thirds(head, q_pos, kv_pos):
+def two_thirds(head, q_pos, kv_pos):
+    """A mask_fn that hides a third of the keys from each of the first three heads."""
     return (q_pos - kv_pos) % 3 != head
 
 
-def _faded(score, head, q_pos, kv_pos):
+def faded(score, head, q_pos, kv_pos):
+    """A score_fn of the head and of the distance."""
     return score + 0.1 * head - 0.01 * (q_pos - kv_pos)
 
 
@@ -69,7 +71,7 @@ MIXED = (
     Shape("chunk_alibi", dict(chunk_size=1000, has_alibi=True)),
     Shape("lookback_output", dict(chunk_size=1000, chunk_lookback=1, output_dtype="float8_e4m3fn")),
     Shape("alibi_sqrt", dict(has_alibi=True, use_alibi_sqrt=True)),
-    Shape("functions", dict(mask_fn=_thirds, score_fn=_faded)),
+    Shape("functions", dict(mask_fn=two_thirds, score_fn=faded)),
     Shape("encoder", dict(attn_type="encoder_only", sliding_window=(9, 3))),
     Shape("mm_prefix", dict(use_mm_prefix=True, sliding_window=300)),
     Shape("rswa_mm_prefix", dict(use_mm_prefix=True, use_rswa=True, sliding_window=300, has_sinks=True)),
@@ -86,7 +88,9 @@ MIXED = (
     Shape("lanes_16", dict(head_dim=16, use_mm_prefix=True), cache=dict(layout="HND128", block_size=64)),
     Shape("kv_heads_160", dict(num_heads=160, num_kv_heads=160, head_dim=64), cache=dict(num_blocks=64)),
     Shape("keys_on_2_ranks", ranks=2, interleave=4),
-    Shape("keys_on_4_ranks", dict(has_alibi=True, sliding_window=300, mask_fn=_thirds), ranks=4, query_lens=(1,) * 32),
+    Shape(
+        "keys_on_4_ranks", dict(has_alibi=True, sliding_window=300, mask_fn=two_thirds), ranks=4, query_lens=(1,) * 32
+    ),
 )
 DECODE = Shape("decode", query_lens=(1,) * 256)
 PREFILL = Shape("prefill", query_lens=(2048,) * 2)
@@ -100,7 +104,7 @@ LATENT = (
     Shape("mla_float32", cache=dict(dtype="float32"), dtype="float32", latent=True),
     Shape("mla_16_heads", dict(num_heads=16), query_lens=(4,) * 32, latent=True),
     Shape("mla_latent_256", dict(num_heads=40, kv_lora_rank=256, qk_rope_head_dim=32), latent=True),
-    Shape("mla_functions", dict(mask_fn=_thirds, score_fn=_faded), latent=True),
+    Shape("mla_functions", dict(mask_fn=two_thirds, score_fn=faded), latent=True),
     Shape("mla_options", dict(has_sinks=True, has_alibi=True, sliding_window=1000, **CAP), latent=True),
 )
 SHAPES = (*MIXED, DECODE, PREFILL, Shape("speculative", query_lens=(4,) * 32), *LATENT)

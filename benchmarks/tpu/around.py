@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parser("benchmarks.tpu.around", str(__doc__)).parse_args(argv)
     os.environ.update(aot.environment())
     found = (row_of(chip, case, *program) for chip in args.chips.split(",") for case, program in programs(chip).items())
-    return command.exit_code(command.kept("around", args, found))
+    return command.exit_code(command.print_and_keep("around", args, found))
 
 
 if __name__ == "__main__":

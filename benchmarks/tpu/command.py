@@ -33,11 +33,11 @@ def folder_of(args: argparse.Namespace):
     return records.RESULTS / "tpu" if args.write else args.out
 
 
-def kept(bench: str, args: argparse.Namespace, rows: Iterable[dict]) -> list[dict]:
+def print_and_keep(bench: str, args: argparse.Namespace, rows: Iterable[dict]) -> list[dict]:
     """The rows with their origin, each printed and kept before the next is asked for."""
-    found, begun, folder = [], origin(), folder_of(args)
+    found, where, folder = [], origin(), folder_of(args)
     for row in rows:
-        found.append(begun | row)
+        found.append(where | row)
         print(json.dumps(found[-1]), flush=True)
         records.write(found[-1:], bench, folder)
     return found

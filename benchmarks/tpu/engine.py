@@ -83,7 +83,7 @@ def program(case: Case, layers: int, devices: list) -> Program:
 
     from benchmarks.gpu.engine_step import LLAMA
     from jattn import models
-    from jattn.engine import admission
+    from jattn.engine import construction
     from jattn.engine.batch import empty_batch, packed_batch
     from jattn.engine.dispatch import empty_row_state
     from jattn.engine.scheduler import Limits
@@ -105,7 +105,7 @@ def program(case: Case, layers: int, devices: list) -> Program:
     rows = empty_batch(StepShape(case.tokens, case.rows, case.is_decode), len(config.cache_groups), shapes)
     batch = packed_batch([rows], shapes)
     return Program(
-        model=admission.model_of(config, caches, None, "auto", False, mesh),
+        model=construction.model_of(config, caches, None, "auto", False, mesh),
         params=jax.tree.map(placed, params, mesh.weight_shardings(config)),
         caches=tuple(caches),
         row_state=everywhere(jax.eval_shape(lambda: empty_row_state(shapes.max_rows))),
@@ -204,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         dict(chip=chip, case=case) | own_process.row("benchmarks.tpu.engine", chip, case, str(args.layers))
         for chip, case in command.each(args.chips, args.cases)
     )
-    return command.exit_code(command.kept("engine", args, found))
+    return command.exit_code(command.print_and_keep("engine", args, found))
 
 
 if __name__ == "__main__":

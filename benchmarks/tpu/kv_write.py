@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
         dict(chip=chip, case=job) | own_process.row_of_dump("benchmarks.tpu.kv_write", chip, job)
         for chip, job in command.each(args.chips, ",".join(JOBS))
     )
-    return command.exit_code(command.kept("kv_write", args, found))
+    return command.exit_code(command.print_and_keep("kv_write", args, found))
 
 
 if __name__ == "__main__":

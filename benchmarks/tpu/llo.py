@@ -142,9 +142,3 @@ def parse(text: str) -> Program:
         elif texts:
             texts[-1] += " " + line.strip()
     return Program(marks, depths, texts)
-
-
-def enclosing(spans: list[Span], index: int) -> Span | None:
-    """The smallest span that holds a bundle."""
-    held = [s for s in spans if s.first <= index < s.last]
-    return min(held, key=lambda s: s.size) if held else None

@@ -40,7 +40,7 @@ DTYPES = {
 WINDOW, CHUNK, ALIBI = dict(sliding_window=300), dict(chunk_size=1000), dict(has_alibi=True)
 TREE = dict(query_lens=(24,) * 16)  # of as many new tokens as the biases of aot
 MANY = dict(
-    **ALIBI, **aot.CAP, use_alibi_sqrt=True, has_sinks=True, mask_fn=aot._thirds, score_fn=aot._faded,
+    **ALIBI, **aot.CAP, use_alibi_sqrt=True, has_sinks=True, mask_fn=aot.two_thirds, score_fn=aot.faded,
     use_mm_prefix=True, output_dtype="float8_e4m3fn",
 )  # fmt: skip
 DECODES = (1,) * 16
@@ -55,8 +55,8 @@ OPTIONS: dict[str, dict] = {
     "alibi_sqrt": dict(spec=ALIBI | dict(use_alibi_sqrt=True)),
     "soft_cap": dict(spec=aot.CAP),
     "sinks": dict(spec=dict(has_sinks=True)),
-    "mask_fn": dict(spec=dict(mask_fn=aot._thirds)),
-    "score_fn": dict(spec=dict(score_fn=aot._faded)),
+    "mask_fn": dict(spec=dict(mask_fn=aot.two_thirds)),
+    "score_fn": dict(spec=dict(score_fn=aot.faded)),
     "mm_prefix": dict(spec=dict(use_mm_prefix=True)),
     "rswa": dict(spec=WINDOW | dict(use_rswa=True)),
     "qq_bias": dict(spec=dict(use_qq_bias=True), **TREE),
@@ -222,6 +222,11 @@ def seen_of(row: dict) -> dict[str, str]:
     return dict.fromkeys(row["compiled"], "compiled") | refused
 
 
+def known(rows: dict[tuple[str, str], dict], option: str, chip: str) -> dict[str, str]:
+    """The results of an option on a chip so far."""
+    return seen_of(rows[option, chip]) if (option, chip) in rows else {}
+
+
 def table(rows: list[dict]) -> str:
     """Cells that were compiled, of each option and chip; r: refused, F: failed."""
     chips = list(dict.fromkeys(row["chip"] for row in rows))
@@ -255,19 +260,19 @@ def main(argv: list[str] | None = None) -> int:
     rows = {(row["case"], row["chip"]): row for row in kept if row["libtpu"] == origin["libtpu"]}
     chips = args.chips.split(",")
     wanted = cells(args.options.split(","), chips, args.sample)
-    for (dim, dtype), chip in itertools.product(itertools.product(DIMS, DTYPES), chips):
-        known = lambda option, chip=chip: seen_of(rows[option, chip]) if (option, chip) in rows else {}
-        todo = [x[:3] for x in wanted if x[1:] == (dim, dtype, chip) and f"{dtype} {dim}" not in known(x[0])]
+    for dim, dtype, chip in itertools.product(DIMS, DTYPES, chips):
+        cell = f"{dtype} {dim}"
+        todo = [x[:3] for x in wanted if x[1:] == (dim, dtype, chip) and cell not in known(rows, x[0], chip)]
         for first in range(0, len(todo), args.together):
             group = todo[first : first + args.together]
             for (option, *_), result in results(chip, group).items():
-                seen = known(option) | {f"{dtype} {dim}": result}
-                rows[option, chip] = origin | dict(chip=chip) | row_of(chip, option, seen)
+                seen = known(rows, option, chip) | {cell: result}
+                rows[option, chip] = origin | row_of(chip, option, seen)
                 if not result.startswith("compiled"):
-                    print(f"{chip} {option} {dtype} {dim}: {result}", flush=True)
+                    print(f"{chip} {option} {cell}: {result}", flush=True)
             records.write(list(rows.values()), "options", folder)
         if todo:
-            print(f"{chip} {dtype} {dim}: {len(todo)} cells", flush=True)
+            print(f"{chip} {cell}: {len(todo)} cells", flush=True)
     print(table(list(rows.values())))
     return int(any(row["failed"] for row in rows.values()))
 

@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.one:
         print(json.dumps(one(*args.one)))
         return 0
-    found = command.kept("static", args, (
+    found = command.print_and_keep("static", args, (
         dict(chip=chip, case=job) | own_process.row_of_dump("benchmarks.tpu.static", chip, job)
         for chip, job in command.each(args.chips, args.jobs)
     ))  # fmt: skip

@@ -1,12 +1,13 @@
 """Sizes of the TPU kernel's blocks and tiles compared by their bundles, one changed at a time.
 
     python -m benchmarks.tpu.sweep [--write | --out DIR] [--tables] [--chips v5e,v6e] [--jobs decode,prefill]
+                                   [--sizes staged_steps,staged_parts]
 
 The cases of benchmarks.tpu.static. A row is one set of sizes on one chip; a table of the best ends the run, and
 --tables writes it to pallas_kernels/tuning for tile_policy.py. Of a decode, which memory limits, the best is the one
 with the fewest bundles for 200 keys among those within 2 % of the least time of a long context. Of a prefill, the one
 with the fewest spilled registers among those within 1 % of the least bundles of prompts of 512 and of 8192. Static
-figures: no TPU has confirmed them.
+figures: no TPU has confirmed them. The tables that are kept were written with the two --sizes above.
 """
 
 import argparse
@@ -30,9 +31,10 @@ FIGURES = {"decode": ("bundles_per_key", "bundles_at_200"), "prefill": ("prompt_
 """What a table keeps of the best row."""
 
 
-def candidates(job: str) -> list[dict[str, int]]:
-    """The default, then each other value of each size."""
-    return [{}, *({name: value} for name, values in SIZES[job].items() for value in values)]
+def candidates(job: str, names: list[str] | None = None) -> list[dict[str, int]]:
+    """The default, then each other value of each of the sizes `names`; None: of all."""
+    tried = SIZES[job] if names is None else {name: SIZES[job][name] for name in names if name in SIZES[job]}
+    return [{}, *({name: value} for name, values in tried.items() for value in values)]
 
 
 def name_of(sizes: dict[str, int]) -> str:
@@ -87,6 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compile and print; 1 if the default does not compile."""
     parser = command.parser("benchmarks.tpu.sweep", str(__doc__))
     parser.add_argument("--jobs", default=",".join(SIZES))
+    parser.add_argument("--sizes", help="of SIZES, separated by commas (default: all)")
     parser.add_argument("--tables", action="store_true", help="write pallas_kernels/tuning/tpu_*.json")
     parser.add_argument("--one", nargs=4, metavar=("CHIP", "JOB", "SIZES", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -94,10 +97,13 @@ def main(argv: list[str] | None = None) -> int:
         chip, job, sizes, folder = args.one
         print(json.dumps(one(chip, job, json.loads(sizes), folder)))
         return 0
+    names = None if args.sizes is None else args.sizes.split(",")
+    if unknown := sorted({*(names or ())}.difference(*SIZES.values())):
+        parser.error(f"--sizes: no job has {', '.join(unknown)}")
     failed, table = 0, []
     for chip in args.chips.split(","):
         by_job = {
-            job: command.kept("sweep", args, (row_of(chip, job, sizes) for sizes in candidates(job)))
+            job: command.print_and_keep("sweep", args, (row_of(chip, job, sizes) for sizes in candidates(job, names)))
             for job in args.jobs.split(",")
         }
         for job, tried in by_job.items():

@@ -15,7 +15,8 @@ from jattn.cache.layout import check_alive, check_scales
 from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integer, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.batch import check_block_size, in_int32, keys_of
+from jattn.metadata.attention_type import keys_of
+from jattn.metadata.batch import check_block_size, in_int32
 from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, Feature

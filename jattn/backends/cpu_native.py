@@ -15,7 +15,8 @@ from jattn.backends.kernel import as_arrays
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import write_backward
 from jattn.device import Chip
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.gradient import packed_gradient, paged_gradient
 from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.backends.capability import Question
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType, Feature

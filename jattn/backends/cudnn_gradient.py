@@ -14,7 +14,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from jattn.backends import cudnn
 from jattn.cache import KVCacheSpec
-from jattn.metadata.batch import CommonAttentionMetadata, queries_of
+from jattn.metadata.attention_type import queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.gradient import packed_gradient
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec

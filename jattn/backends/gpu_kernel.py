@@ -14,7 +14,8 @@ from jattn import device
 from jattn.backends.parallel import ContextParallel
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
 from pallas_kernels.algebra.shards import ShardRule

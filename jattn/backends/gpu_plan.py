@@ -8,7 +8,8 @@ from jattn.backends import gpu_kernel
 from jattn.backends.base import AttentionMetadataBuilder
 from jattn.backends.capability import Question
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.cascade import prefix_levels
 from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.metadata.parallel import KeyShard

@@ -12,7 +12,8 @@ from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetada
 from jattn.backends.kernel import as_arrays
 from jattn.cache import PagedKV
 from jattn.cache.write import packed_as_pages
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.gradient import forward_only
 from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState

@@ -30,7 +30,8 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of
+from jattn.metadata.attention_type import keys_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.gradient import paged_gradient
 from jattn.ops.levels import merged
 from jattn.ops.rotation import Angles, rotate

@@ -27,7 +27,8 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.gradient import forward_only, paged_gradient

@@ -6,7 +6,8 @@ from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetada
 from jattn.backends.capability import Question, cache_dtype_name
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.attend import AttentionCall, Path, attend_packed
 from jattn.ops.gradient import forward_only
 from jattn.ops.levels import Level, attend_levels, batch_of, levels_of_cascade, shared_prefix, single_level

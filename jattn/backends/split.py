@@ -26,7 +26,8 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name, integer, optional, takes, text
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.subset import subset
 from jattn.ops.layer import output_dtype
 from jattn.ops.state import AttentionState

@@ -9,7 +9,7 @@ from typing import Any
 from jattn.cli import screen
 from jattn.cli.command import add_command
 from jattn.engine import plan as planning
-from jattn.engine.admission import check_decoder_only
+from jattn.engine.construction import check_decoder_only
 from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name

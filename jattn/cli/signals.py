@@ -118,6 +118,7 @@ def open_missing() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDONLY if number == 1 else os.O_RDWR)  # the lowest number that is free: this one
+            access = os.O_RDONLY if name == "stdout" else os.O_RDWR
+            os.open(os.devnull, access)  # gets the lowest number that is free: this one
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  for ever

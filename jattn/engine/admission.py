@@ -1,148 +1,18 @@
-"""Checks of the engine's options and of each request. A refusal lists every reason."""
+"""Checks each request before it is queued. A refusal lists every reason."""
 
 import contextlib
 import hashlib
-import math
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
 
-from jattn import device
-from jattn.backends import Feature, explain, resolve
-from jattn.engine import weights
 from jattn.engine.blocks import request_root
-from jattn.engine.dispatch import Model
+from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
-from jattn.engine.request import Completion, FinishReason, RequestOutput
 from jattn.engine.scheduler import Limits
-from jattn.errors import UnsupportedError
-from jattn.errors.arguments import boolean, dtype_name, integer, kind, optional, text
 from jattn.text.tokenizer import Tokenizer
-
-OPTIONS = dict(
-    num_blocks=optional(integer(1)), block_size=optional(integer(1)), max_num_seqs=integer(1),
-    max_num_batched_tokens=integer(1), max_model_len=optional(integer(1)), max_burst=optional(integer(1)),
-    cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
-    prefix_caching=boolean, cascade_attention=boolean, deterministic=boolean, expert_parallel=boolean,
-    seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
-)  # fmt: skip
-"""The rule of each option of the Engine."""
-
-MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_parallel="context")
-"""Option of from_pretrained -> the mesh axis of that size, outermost first."""
-
-
-def check_decoder_only(config: Any) -> None:
-    """ValueError for an encoder or an encoder-decoder, with what runs it."""
-    if config.encoder is not None:
-        raise ValueError(
-            f"{config.family} is an encoder-decoder, which the engine does not serve; call jattn.models.forward with "
-            "encoder_ids in a request's first step, and a batch made with encoder_seq_lens"
-        )
-    if config.is_encoder:
-        raise ValueError(
-            f"{config.family} is an encoder, which the engine does not serve; use jattn.Embedder for embeddings, or "
-            "jattn.models.encode and jattn.models.head"
-        )
-
-
-def model_of(
-    config: Any, caches: Many, forward: Callable | None, backend: str, deterministic: bool, model_mesh: Any = None
-) -> Model:
-    """The model that a dispatch calls. deterministic: with a batch-invariant backend; ValueError if there is none."""
-    if forward is None:
-        from jattn import models
-
-        forward = models.forward
-    if not deterministic and backend == "auto":
-        return Model(forward, config, backend, model_mesh)
-    cache_of = getattr(config, "cache_of", lambda layer: layer)  # several layers of a ModelConfig may read one cache
-    specs = [(layer.attention, caches[cache_of(i)].spec) for i, layer in enumerate(config.layers)]
-    needs = () if model_mesh is None else model_mesh.parallel.needs
-    if model_mesh is not None:  # each device computes some of the heads, over some of the keys
-        specs = [(model_mesh.rank_spec(spec), model_mesh.rank_cache_spec(cache)) for spec, cache in specs]
-    if not deterministic:
-        for spec, cache_spec in specs:  # raises now if it does not support a layer, not at the first request
-            resolve(spec, cache_spec, backend=backend, needs=needs)
-        return Model(forward, config, backend, model_mesh)
-    able = None
-    for spec, cache_spec in specs:
-        reports = explain(spec, cache_spec, needs=(Feature.DECODE_BATCH_INVARIANCE, *needs))  # a row has one token
-        names = [report.name for report in reports if report.supported]
-        able = names if able is None else [name for name in able if name in names]
-    if not able or backend not in ("auto", *able):
-        raise ValueError(
-            f"{backend=} does not give the same bits in every batch, which deterministic=True needs; "
-            f"{'use one of ' + ', '.join(able) if able else 'no backend does for every layer of this model'}"
-        )
-    return Model(forward, config, able[0] if backend == "auto" else backend, model_mesh)
-
-
-def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
-    """The mesh that the options of from_pretrained mean, which are the sizes of MESH_AXES; None: one device."""
-    count = math.prod(integer(1)(name, sizes[name]) for name in MESH_AXES)
-    told = " and ".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
-    if mesh is not None and count > 1:
-        raise ValueError(f"give mesh= or {told}, not both")
-    if mesh is not None or count == 1:
-        return mesh
-    devices = device.devices()
-    if count > len(devices):
-        raise ValueError(
-            f"{told}: {count} devices are needed, and JAX has {len(devices)}"
-            + ("; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count=N" * (devices[0].platform == "cpu"))
-        )
-    shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())
-    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices[:count])
-
-
-def check_weights(config: Any, params: Any) -> None:
-    """ValueError unless params have the containers and the shapes of the model's weights."""
-    from jattn.models.config import ModelConfig
-    from jattn.models.weight_tree import weight_paths, weight_specs
-
-    if isinstance(config, ModelConfig):
-        weights.check(params, {path: spec.shape for path, spec in weight_paths(weight_specs(config)).items()})
-
-
-def with_heads_apart(config: Any, params: Any, mesh: Any) -> tuple[Any, Any]:
-    """(config, params) with separate projections of q, k and v, which a mesh needs; unchanged without a mesh."""
-    from jattn.models.config import ModelConfig
-    from jattn.models.fused_qkv import split_qkv, without_fused_qkv
-
-    if mesh is None or not isinstance(config, ModelConfig):
-        return config, params
-    config = without_fused_qkv(config)
-    return config, split_qkv(config, params)
-
-
-def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False, expert_parallel: bool = False) -> Any:
-    """The jattn.models.ModelMesh of a model on a mesh, None without one; an error if it cannot be distributed so.
-
-    spans_processes: the mesh must have devices of every process; else of this one only.
-    """
-    if mesh is None and expert_parallel:
-        raise ValueError("expert_parallel=True distributes experts over data ranks: give data_parallel, or a mesh")
-    if mesh is None:
-        return None
-    from jattn import models
-
-    found = sorted({device.process_index for device in mesh.devices.flat})
-    if not spans_processes and set(found) - {jax.process_index()}:
-        raise UnsupportedError(
-            f"the mesh has devices of the processes {found}, and an Engine runs in process {jax.process_index()} only; "
-            "use jattn serve --coordinator, or jattn.engine.LockStepEngine"
-        )
-    if spans_processes and found != list(range(jax.process_count())):
-        raise ValueError(
-            f"the mesh has devices of the processes {found}, and must have some of each of the {jax.process_count()}: "
-            f"tensor_parallel={jax.device_count()} uses all devices"
-        )
-    return models.ModelMesh.of(config, mesh, expert_parallel)
 
 
 def check(

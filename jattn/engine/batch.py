@@ -23,6 +23,7 @@ from jattn.types import NULL_BLOCK_ID
 HOST_KNOWS = -1
 """In Batch.source: the host knows the row's tokens, so it continues no row of the dispatch before it."""
 _UNKNOWN = array("i", [0])
+"""In place of a token that only the device knows."""
 
 
 def device_rows_of(plan: StepPlan, shapes: StepShapes) -> tuple[Row, ...]:
@@ -51,11 +52,10 @@ def batch_of(
     share, if shape.shares_prefix.
     """
     num_tokens, num_rows = shape.num_tokens, shape.num_rows
-    count, limit = len(device_rows), shapes.limits.max_model_len
+    count = len(device_rows)
     ids, starts, counts, max_samples, continues = zip(*device_rows, strict=True)
     tokens = array("i")
     for seq, first, num_new, is_unknown in zip(seqs, starts, counts, continues, strict=True):
-        # 0 stands for a token that only the device knows.
         tokens += _UNKNOWN if is_unknown else seq.words(first, first + num_new)
         if not seq.rules:
             seq.rules = rules_of(seq.params, seq.seed, stop_ids_of(seq, eos), len(seq.prompt))
@@ -80,7 +80,7 @@ def batch_of(
         source=source,
         metas=tuple(metas),
         rows=sampling_rows(rules, position, remaining),
-        penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, limit)),
+        penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, shapes.limits.max_model_len)),
         needs_history_or_logprobs=np.bool_(has_logprobs or penalised.any()),
         steps=np.int32(plan.burst),
         block_size=shapes.block_size,

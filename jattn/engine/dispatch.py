@@ -185,19 +185,19 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
         alive = state.alive & ~ended & (remaining > state.step + 1)
         metas = tuple(decode_after(meta, alive, batch.block_size) for meta in state.metas)
         token_ids = jnp.zeros_like(state.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
-        step, others = state.step + 1, None
+        step, any_unfinished = state.step + 1, None
         if model.steps_together:
-            others = model.model_mesh.any_data_rank(is_unfinished(step, alive))
+            any_unfinished = model.model_mesh.any_data_rank(is_unfinished(step, alive))
         return caches, LoopState(
-            step=step, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled, any_unfinished=others
+            step=step, alive=alive, token_ids=token_ids, metas=metas, sampled=sampled, any_unfinished=any_unfinished
         )
 
     def is_unfinished(step, alive):
         return jnp.any(alive) & (step < jnp.minimum(batch.steps, MAX_STEPS))
 
     def has_next_step(carry):
-        """It must compute something: on an H200 (XLA of JAX 0.11.2) a CUDA graph whose condition was an element of the
-        carry as it stood accessed illegal addresses, as if steps had followed the last one."""
+        """Computed, also where `any_unfinished` is known. With an element of the carry itself as the condition, a CUDA
+        graph on an H200 (XLA of JAX 0.11.2) accessed illegal addresses, as if steps had followed the last one."""
         state = carry[1]
         own = is_unfinished(state.step, state.alive) if state.any_unfinished is None else state.any_unfinished
         return (state.step == 0) | own
@@ -239,7 +239,7 @@ def _continued(before: RowState, batch: Batch) -> tuple[jax.Array, jax.Array, tu
 
 
 def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: int) -> jax.Array:
-    """i32[T] the slot of each row's last token; PAD_SLOT_ID for rows without `writes`, and from R on."""
+    """i32[T] the slot of each row's last token; PAD_SLOT_ID for rows that write none, and from R on. writes: bool[R]"""
     last = jnp.asarray(meta.seq_lens) - 1
     slots = slots_of(jnp.asarray(meta.block_table), jnp.arange(meta.max_num_reqs), last, block_size)
     slots = jnp.where(writes, slots, PAD_SLOT_ID).astype(jnp.int32)

@@ -1,10 +1,7 @@
-"""Engine: generates tokens for many requests at once. It has the state of all requests, their blocks and the caches."""
+"""Engine: generates tokens for many requests at once. It checks what it is given, and its StepLoop computes it."""
 
-import dataclasses
 import functools
-import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
 from typing import Any
@@ -15,34 +12,25 @@ from jax.sharding import Mesh
 
 from jattn import device
 from jattn.cache import PagedKV
-from jattn.engine import admission, data_ranks, interrupts, shared_prefix, sizing, turns, weights
+from jattn.engine import admission, construction, data_ranks, interrupts, shared_prefix, sizing, turns, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
-from jattn.engine.live_requests import LiveRequests
+from jattn.engine.outputs import RequestOutput
 from jattn.engine.params import SamplingParams
-from jattn.engine.request import (
-    FinishReason,
-    Request,
-    RequestOutput,
-    Sequence,
-    final_length,
-    internal_error_message,
-    seed_of,
-)
+from jattn.engine.request import Request, Sequence, final_length, seed_of
 from jattn.engine.runner import Runner
-from jattn.engine.scheduler import Limits, StepPlan
+from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
+from jattn.engine.step_loop import StepLoop
 from jattn.errors.arguments import takes
 from jattn.text.chat import ChatTemplate, load_chat_template
 from jattn.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Many[int]
 
-log = logging.getLogger("jattn.engine")
-
 PLACES = "an engine places its arrays"
-"""For device.check_context."""
+"""What device.check_context says of an Engine."""
 
 
 class Engine:
@@ -60,7 +48,7 @@ class Engine:
 
     spans_processes = False  # True: the mesh has devices of several processes, see LockStepEngine
 
-    @takes(**admission.OPTIONS)
+    @takes(**construction.OPTIONS)
     def __init__(
         self,
         config: Any,  # a jattn.models.ModelConfig
@@ -90,10 +78,10 @@ class Engine:
     ):
         device.check_context(PLACES)
         if forward is None:
-            admission.check_decoder_only(config)
-            admission.check_weights(config, params)
-        config, params = admission.with_heads_apart(config, params, mesh)
-        model_mesh = admission.model_mesh_of(config, mesh, self.spans_processes, expert_parallel)
+            construction.check_decoder_only(config)
+            construction.check_weights(config, params)
+        config, params = construction.with_separate_qkv(config, params, mesh)
+        model_mesh = construction.model_mesh_of(config, mesh, self.spans_processes, expert_parallel)
         if model_mesh is not None:  # before the free memory is measured
             params = weights.distributed(params, model_mesh.weight_shardings(config))
         block_size = sizing.default_block_size(model_mesh=model_mesh) if block_size is None else block_size
@@ -109,7 +97,7 @@ class Engine:
         self.config, self.tokenizer, self.chat_template = config, tokenizer, chat_template
         make_caches = sizing.cache_maker(config, pools, block_size, storage, model_mesh, backend)
         caches = make_caches()
-        model = admission.model_of(config, caches, forward, backend, deterministic, model_mesh)
+        model = construction.model_of(config, caches, forward, backend, deterministic, model_mesh)
         rule = None
         if cascade_attention and prefix_caching and not deterministic:  # a row's last bits depend on who shares with it
             rule = shared_prefix.rule_of(config, caches, backend, sizing.dtype_of(params), model_mesh, block_size)
@@ -118,16 +106,14 @@ class Engine:
         )
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
         of_tables = model.data_ranks, pools, block_size, config.cache_groups, prefix_caching
-        self._make_tables = functools.partial(data_ranks.make_tables, *of_tables)
-        self.tables = self._make_tables()
-        self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
-        self._requests, self._stats = LiveRequests(), Stats()
-        self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
-        self._prefix_rule = rule
-        self._flights = Flights(self.runner, config.eos_token_ids, rule)
-        self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
+        make_tables = functools.partial(data_ranks.make_tables, *of_tables)
+        self._loop = self._loop_of(make_tables, rule)
         self._seeds = np.random.default_rng(seed)
         self._next_id = self._next_seq_id = 0
+
+    def _loop_of(self, make_tables: Callable[..., data_ranks.Tables], rule: shared_prefix.SharedPrefixRule | None):
+        """The StepLoop of this engine. LockStepEngine has one of its own."""
+        return StepLoop(self.runner, self.limits, make_tables, Flights(self.runner, self.config.eos_token_ids, rule))
 
     @classmethod
     def from_pretrained(
@@ -156,14 +142,14 @@ class Engine:
         from jattn import models
 
         device.check_context(PLACES)
-        mesh = admission.mesh_of(
+        mesh = construction.mesh_of(
             mesh, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
             decode_context_parallel=decode_context_parallel,
         )  # fmt: skip
         config, sharding = models.load_config(directory), None
-        admission.check_decoder_only(config)
+        construction.check_decoder_only(config)
         if mesh is not None:
-            sharding = admission.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
+            sharding = construction.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
             sharding = sharding.weight_sharding(config)
         # first, because a folder without a tokenizer is refused
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
@@ -204,7 +190,8 @@ class Engine:
             with interrupts.held():
                 for id in [id for id, output in mine.items() if output is None]:
                     self.abort(id)
-                self._unreturned = [*others.values(), *(output for output in self._unreturned if output.id not in mine)]
+                unreturned = (output for output in self._loop.outputs if output.id not in mine)
+                self._loop.outputs = [*others.values(), *unreturned]
         return [output for output in mine.values() if output is not None]
 
     def drain(self) -> Iterator[RequestOutput]:
@@ -216,7 +203,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Is there a request to compute, or an output to return?"""
-        return bool(self._requests or self._unreturned)
+        return self._loop.has_work
 
     @interrupts.held()
     def add_request(
@@ -234,11 +221,11 @@ class Engine:
             raise ValueError(f"request_id={id!r} must be a string that is not empty")
         if self._is_taken(id):
             raise ValueError(f"request {id!r} is still running; choose another id")
-        self._stats = self._stats.plus(requests=1)
+        self._loop.count(requests=1)
         tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
         if wrong:
-            self._unreturned.append(admission.refused(id, tokens, wrong))
-            self._stats = self._stats.plus(failed=1)
+            self._loop.outputs.append(admission.refused(id, tokens, wrong))
+            self._loop.count(failed=1)
             return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         self._next_seq_id += 1
@@ -246,19 +233,16 @@ class Engine:
         seqs = [Sequence(f"{self._next_seq_id}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
         eos = self.config.eos_token_ids
         request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], self.tokenizer)
-        self._requests.add(request)  # last, because the lines before may raise
-        for seq in seqs:
-            self.scheduler.add(seq)
+        self._loop.add(request)  # last, because the lines before may raise
         return id
 
     def step(self) -> list[RequestOutput]:
         """Take one step; returns the outputs so far of each request that has new tokens or has ended.
 
-        The next dispatch is planned and sent before the tokens of this one are read, so the device does not wait for
-        the host. A row that ends meanwhile may be in dispatches that were sent before; their results are not used.
+        The next step is sent to the device before the tokens of this one are read: see StepLoop.
         """
         self._take_step()
-        outputs, self._unreturned = self._unreturned, []
+        outputs, self._loop.outputs = self._loop.outputs, []
         return outputs
 
     @interrupts.held()
@@ -267,66 +251,15 @@ class Engine:
         device.check_context(PLACES)
         self.runner.must_be_awake("step()")
         with turns.short:
-            self._contained(self._advance)
-
-    def _advance(self) -> list[RequestOutput]:
-        """Read a dispatch and return its outputs, while the next one runs."""
-        begin = time.perf_counter()
-        self._send_ahead()
-        if not self._flights:
-            if self._requests:
-                raise AssertionError("requests wait, but the scheduler planned nothing")
-            return []
-        waited_before = self._stats.waiting_seconds
-        outputs = self._read_oldest(send_ahead=True)
-        waited = self._stats.waiting_seconds - waited_before
-        self._stats = self._stats.plus(host_seconds=time.perf_counter() - begin - waited)
-        return outputs
-
-    def _send_ahead(self) -> None:
-        """Send dispatches until two are in flight, or no more can be planned before one is read."""
-        while self._flights.has_room:
-            self._plan = None  # schedule() may raise
-            plan = self._plan = self.scheduler.schedule(in_flight=bool(self._flights))
-            self._stats = self._stats.plus(**self._requests.count_plan(plan))
-            if not plan.rows:
-                break
-            shape = self._flights.send(plan, self._requests, self._stats.dispatches)
-            self._stats = self._stats.plus(dispatches=1, shared_prefix_dispatches=shape.shares_prefix)
-
-    def _read_oldest(self, send_ahead: bool = False) -> list[RequestOutput]:
-        """Wait for the oldest dispatch and update its requests; returns their outputs.
-
-        send_ahead: if the next one in flight is a single step, which is short, send another before decoding text.
-        """
-        flight = self._flights.take_oldest()
-        self._plan = flight.plan
-        result, seen = self._flights.wait(flight)
-        self._stats = self._stats.plus(**seen)
-        self._requests.accept(flight, result, self.scheduler)
-        if send_ahead and self._flights.is_next_short:
-            self._send_ahead()
-            self._plan = flight.plan
-        changed, counts = self._requests.read_text(self.scheduler)
-        outputs = self._requests.outputs(changed)
-        self._requests.drop_ended()
-        self._stats = self._stats.plus(**counts)
-        return outputs
+            self._loop.step()
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
         """End a request and free its blocks at once; returns False if there is no such request."""
-        request = self._requests.get(request_id) if isinstance(request_id, str) else None
-        if request is None:
-            return False
-        for completion in request.completions:
-            if completion.finish_reason is None:
-                completion.finish_reason = FinishReason.ABORT
-                self.scheduler.remove(completion.seq)
-                self._stats = self._stats.plus(aborted=1)
-        self._unreturned.append(request.output())
-        self._requests.drop(request)
-        return True
+        request = self._loop.requests.get(request_id) if isinstance(request_id, str) else None
+        if request is not None:
+            self._loop.abort(request)
+        return request is not None
 
     @property
     def caches(self) -> tuple[PagedKV, ...] | None:
@@ -336,14 +269,17 @@ class Engine:
     @property
     def stats(self) -> Stats:
         """Counters and queue lengths; `.prometheus()` gives them as text."""
-        return dataclasses.replace(
-            self._stats,
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            cache_usage=self.tables.usage,
-            group_usage=self.tables.group_usage,
-            evictions=self._stats.evictions + self.tables.evictions,
-        )
+        return self._loop.stats
+
+    @property
+    def scheduler(self) -> data_ranks.AnyScheduler:
+        """The queues of waiting and running sequences."""
+        return self._loop.scheduler
+
+    @property
+    def tables(self) -> data_ranks.Tables:
+        """The block pools."""
+        return self._loop.tables
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every program that requests can need, so that none is compiled later; returns their number.
@@ -372,10 +308,10 @@ class Engine:
         """
         self.runner.must_be_awake("update_weights()")
         mesh = self.runner.model.model_mesh
-        exchange = self.runner.update(admission.with_heads_apart(self.config, params, mesh)[1])
-        self._finish_in_flight()
+        exchange = self.runner.update(construction.with_separate_qkv(self.config, params, mesh)[1])
+        self._loop.finish_in_flight()
         exchange()
-        self._unreturned += self._restart_unfinished(weights_version=self.tables.weights_version + 1)
+        self._loop.restart(weights_version=self.tables.weights_version + 1)
 
     @interrupts.held()
     def sleep(self) -> None:
@@ -385,8 +321,8 @@ class Engine:
         """
         self.runner.must_be_alive()
         if not self.runner.is_asleep:
-            self._finish_in_flight()
-            self._unreturned += self._restart_unfinished()
+            self._loop.finish_in_flight()
+            self._loop.restart()
             self.runner.sleep()
 
     @interrupts.held()
@@ -394,57 +330,6 @@ class Engine:
         """Put the weights and empty caches on the device again, after sleep()."""
         self.runner.must_be_alive()
         self.runner.wake()
-
-    def _finish_in_flight(self) -> None:
-        """Read all dispatches that were sent."""
-        while self._flights:
-            self._contained(self._read_oldest)
-
-    # ------------------------------------------------------------------ after a failure
-    def _contained(self, change: Callable[[], list[RequestOutput]]) -> None:
-        """Make a change of the state and keep its outputs. If it raises, only the requests of its step fail."""
-        try:
-            self._unreturned += change()
-        except Exception as error:  # any error: the other requests continue
-            self._unreturned += self._contain(error)
-        except BaseException:  # e.g. SystemExit of a callback: the rows of this step are computed again later
-            self._unreturned += self._restart_unfinished(new_caches=True)
-            raise
-
-    def _contain(self, error: Exception) -> list[RequestOutput]:
-        """Fail the rows of the step that raised. All other sequences are computed again, in new caches."""
-        self._requests.take_back_unread()
-        plan, scheduler = self._plan, self.scheduler
-        blamed = [row.id for row in plan.rows] if plan and plan.rows else None
-        if blamed is None:  # schedule() itself raised, and would again: fail all sequences that it reads
-            blamed = [seq.id for seq in (*scheduler.running, *list(scheduler.waiting)[:1])]
-        blamed = blamed or self._requests.sequence_ids()  # requests that nobody schedules would wait forever
-        log.error("a step failed, and with it the sequences %s", ", ".join(blamed), exc_info=error)
-        self._stats = self._stats.plus(failed=self._requests.fail(blamed, internal_error_message(error)))
-        return self._restart_unfinished(blamed, new_caches=True)
-
-    def _restart_unfinished(
-        self, touched: Iterable[str] = (), *, new_caches: bool = False, weights_version: int | None = None
-    ) -> list[RequestOutput]:
-        """Empty the block pools and queue every unfinished sequence again, as if each had been preempted.
-
-        Returns the outputs so far of the requests of the sequences `touched` and of the current plan.
-        """
-        self._requests.take_back_unread()
-        ids = self._requests.ids_of([*touched, *(row.id for row in (self._plan.rows if self._plan else ()))])
-        outputs = self._requests.outputs(ids)
-        self._requests.drop_finished(ids)
-        self._stats = self._stats.plus(evictions=self.tables.evictions)
-        version = self.tables.weights_version if weights_version is None else weights_version
-        self._flights.drop()
-        self._plan, self.tables = None, self._make_tables(weights_version=version)
-        self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
-        for seq in self._requests.unfinished():
-            seq.restart()
-            self.scheduler.add(seq)
-        if new_caches:
-            self.runner.renew_caches()
-        return outputs
 
     def _new_id(self) -> str:
         """An id that no request has; a user may have given ids of the same form."""
@@ -454,5 +339,4 @@ class Engine:
         return id
 
     def _is_taken(self, id: str) -> bool:
-        """Is there a request with this id, or an output of it that was not returned yet?"""
-        return id in self._requests or any(output.id == id for output in self._unreturned)
+        return self._loop.knows(id)

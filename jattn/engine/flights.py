@@ -15,7 +15,8 @@ from jattn.engine.shared_prefix import SharedPrefixRule
 MAX_IN_FLIGHT = 2
 """One dispatch runs; a second one is queued, so that the device does not wait for the host between the two."""
 HANDOVER_SECONDS = 0.004
-"""Longer than sending takes on a GPU, 2 to 3 ms if no other thread needs Python's interpreter."""
+"""The longest wait until an idle device has a dispatch. On a GPU that takes 2 to 3 ms if no other thread needs Python's
+interpreter."""
 
 
 class Flights:
@@ -44,8 +45,8 @@ class Flights:
     def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> StepShape:
         """Send the dispatch of a plan, and return its shape. number: the dispatch's number, for profiles.
 
-        While the device has nothing to do, nothing else is planned until it has this dispatch: the thread that sends it
-        would wait for the interpreter.
+        If the device is idle, wait until it has this dispatch: planning the next one would take the interpreter from
+        the thread that sends it.
         """
         shapes, num_groups = self._runner.shapes, len(self._runner.model.config.cache_groups)
         prefixes = self._prefixes_of(plan, requests)

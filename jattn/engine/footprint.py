@@ -121,8 +121,8 @@ class Footprint:
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
-        is_quantised = self.quantization is not None or self.stored is not None
-        is_narrow = is_quantised or jnp.dtype(self.dtype).itemsize == 2
+        has_codes = self.quantization is not None or self.stored is not None
+        is_narrow = has_codes or jnp.dtype(self.dtype).itemsize == 2
         every, experts = is_narrow and tokens > NATIVE_MAX_ROWS, self.quantization is None
         is_copied = lambda axes, rank: experts if "expert" in axes else every and rank > 1
         copied = [w for w in self.weights() if is_copied(w.spec.axes, len(w.spec.shape))]

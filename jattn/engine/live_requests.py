@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 from jattn.engine.data_ranks import AnyScheduler
 from jattn.engine.dispatch import NOT_SAMPLED
-from jattn.engine.request import CompletionState, FinishReason, Request, RequestOutput, Sequence
+from jattn.engine.outputs import FinishReason, RequestOutput
+from jattn.engine.request import CompletionState, Request, Sequence
 from jattn.engine.runner import DispatchResult, InFlight, logprob_of
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan

@@ -17,18 +17,21 @@ import jax
 from jax.sharding import Mesh
 
 from jattn.engine import admission, interrupts
+from jattn.engine.data_ranks import Tables
 from jattn.engine.engine import Engine, Prompt
 from jattn.engine.flights import Flights
 from jattn.engine.live_requests import LiveRequests
+from jattn.engine.outputs import RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.processes import STOP, Processes
-from jattn.engine.request import RequestOutput
 from jattn.engine.runner import DispatchResult, InFlight
 from jattn.engine.scheduler import StepPlan
 from jattn.engine.shapes import StepShape
+from jattn.engine.shared_prefix import SharedPrefixRule
+from jattn.engine.step_loop import StepLoop
 from jattn.errors import EngineDeadError, UnsupportedError
 
-CHECKED = 16
+PLANS_CHECKED_EVERY = 16
 """Every 16th dispatch adds its plan and block tables to the checksum; every dispatch adds its tokens."""
 
 
@@ -60,8 +63,11 @@ class LockStepEngine(Engine):
         )  # fmt: skip
         agreed = _agree(processes, "start", start, free=("seed",) if seed is None else ())
         super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
-        self._flights: _DigestedFlights = _DigestedFlights(self.runner, self.config.eos_token_ids, self._prefix_rule)
         self._pending: list[list] = []  # commands that are not published yet
+
+    def _loop_of(self, make_tables: Callable[..., Tables], rule: SharedPrefixRule | None) -> StepLoop:
+        self._flights = _DigestedFlights(self.runner, self.config.eos_token_ids, rule)
+        return _LockStepLoop(self.processes.id, self.runner, self.limits, make_tables, self._flights)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, *, processes: Processes, **options: Any) -> "LockStepEngine":
@@ -97,7 +103,7 @@ class LockStepEngine(Engine):
     def abort(self, request_id: str) -> bool:
         """As Engine.abort; the blocks are free after the next step."""
         self._must_lead("abort()")
-        known = request_id in self._requests or self._is_pending(request_id)
+        known = request_id in self._loop.requests or self._is_pending(request_id)
         if known:
             self._pending.append(["abort", request_id])
         return known
@@ -170,16 +176,6 @@ class LockStepEngine(Engine):
                 "would have two answers. Report this: it is a defect of jattn"
             )
 
-    def _contain(self, error: Exception) -> list[RequestOutput]:
-        """The other processes may not have failed, and would go on."""
-        raise EngineDeadError(
-            f"a step failed in process {self.processes.id}, perhaps because another process has ended "
-            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        ) from error
-
-    def _restart_unfinished(self, *args: Any, **options: Any) -> list[RequestOutput]:
-        raise EngineDeadError(f"a step was interrupted in process {self.processes.id}")
-
     def update_weights(self, params: Any) -> None:
         raise UnsupportedError("update_weights() on several processes is not implemented: start them with new weights")
 
@@ -199,18 +195,35 @@ def _agree(processes: Processes, key: str, mine: dict[str, Any], free: tuple[str
     return agreed
 
 
+class _LockStepLoop(StepLoop):
+    """A StepLoop that does not go on after a failure: the other processes may not have failed."""
+
+    def __init__(self, process_id: int, *args: Any):
+        super().__init__(*args)
+        self._process_id = process_id
+
+    def _contain(self, error: Exception) -> list[RequestOutput]:
+        raise EngineDeadError(
+            f"a step failed in process {self._process_id}, perhaps because another process has ended "
+            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        ) from error
+
+    def _restart_unfinished(self, *args: Any, **options: Any) -> list[RequestOutput]:
+        raise EngineDeadError(f"a step was interrupted in process {self._process_id}")
+
+
 class _DigestedFlights(Flights):
     """Flights with a checksum of what was planned and sampled so far. Equal engines have equal checksums."""
 
     digest = 0
 
     def send(self, plan: StepPlan, requests: LiveRequests, number: int) -> StepShape:
-        if number % CHECKED == 0:
+        if number % PLANS_CHECKED_EVERY == 0:
             tables = b"".join(table.tobytes() for seq in requests.sequences(plan.rows) for table in seq.tables)
             self.digest = zlib.crc32(tables, zlib.crc32(repr(plan).encode(), self.digest))
         return super().send(plan, requests, number)
 
     def wait(self, flight: InFlight) -> tuple[DispatchResult, dict[str, float]]:
-        result, seen = super().wait(flight)
+        result, times = super().wait(flight)
         self.digest = zlib.crc32(result.tokens[: flight.plan.burst].tobytes(), self.digest)
-        return result, seen
+        return result, times

@@ -54,7 +54,7 @@ def pack(tree: Any) -> Packed:
             kinds.append(None)
         else:
             words.append(_words(leaf))
-            kinds.append((leaf.shape, _name(leaf.dtype)))
+            kinds.append((leaf.shape, _dtype_name(leaf.dtype)))
     joined = np.concatenate(words) if words else np.zeros(0, np.int32)
     joined.setflags(write=False)
     return Packed(words=joined, apart=tuple(apart), tree=PackedTree(structure, tuple(kinds)))
@@ -74,7 +74,7 @@ def pack_ranks(trees: Sequence[Any]) -> Packed:
 
 
 @functools.cache
-def _name(dtype: np.dtype) -> str:
+def _dtype_name(dtype: np.dtype) -> str:
     return dtype.name  # numpy computes it anew each time, which takes longer than to copy a small array
 
 

@@ -60,16 +60,6 @@ class SamplingParams:
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
 
-    @property
-    def is_penalised(self) -> bool:
-        """Does the choice of a token depend on those before it, beyond the logits?"""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
-    def needs_history_or_logprobs(self) -> bool:
-        """Does a step of this request need its earlier tokens (penalties), or return log-probabilities?"""
-        return self.is_penalised or self.logprobs is not None
-
     def _reasons(self):
         """One sentence for each mistake."""
         ranges = dict(

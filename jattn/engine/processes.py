@@ -41,10 +41,10 @@ NOTICE_SECONDS = 10.0
 """After so long the log says that the process waits for the others."""
 
 ABORT_SECONDS = 30
-"""So long after CONNECT_SECONDS, JAX aborts a process that still waits. `join` has raised its error by then."""
+"""JAX aborts a process that still waits this long after CONNECT_SECONDS; `join` has raised its error by then."""
 
 END_NOTICE_SECONDS = 1.0
-"""Process 0 waits so long after writing `end`, so that the others can read it: the store ends with process 0."""
+"""How long process 0 stays after it wrote `end`, so that the others can read it: the store ends with process 0."""
 
 TELL_SECONDS = 1.0
 """How long a process that ends tries to write `end`: the store may not answer."""
@@ -65,8 +65,8 @@ class Processes:
     """This process among `count`; process `id` 0 leads. Make it with `join`.
 
     A thread watches the others. If one gives no sign of life for `seconds`, or tells that it fails, the thread calls
-    `on_end`; this process must then end too, because its next collective operation would wait for ever. In the others
-    than process 0, a second thread watches the store: a call of a store that does not answer never returns.
+    `on_end`; this process must then end too, because its next collective operation would wait for ever. Except in
+    process 0, a second thread watches the store: a call of a store that does not answer never returns.
     """
 
     def __init__(self, client: Any, count: int, id: int, seconds: float, on_end: OnEnd):
@@ -113,9 +113,14 @@ class Processes:
     def leads(self) -> bool:
         return self.id == 0
 
+    @property
+    def _pause(self) -> float:
+        """Seconds between two looks of a watching thread."""
+        return min(POLL_SECONDS, self.seconds / 4)
+
     # ------------------------------------------------------------------ commands
     def agree(self, key: str, mine: dict[str, Any]) -> dict[str, Any]:
-        """What process 0 calls it with; every process does once for a key, with its own."""
+        """What process 0 has for this key. Every process calls it once for a key, with what it has itself."""
         if self.leads:
             self._set(key, mine)
             return mine
@@ -150,7 +155,7 @@ class Processes:
 
     # ------------------------------------------------------------------ the end
     def ask_leader_to_stop(self) -> None:
-        """In another process than 0: process 0 gets SIGTERM."""
+        """In a process other than 0: send SIGTERM to process 0."""
         self._asks_leader_to_stop = True  # nothing more: a signal handler calls this
 
     def fail(self, why: str) -> None:
@@ -180,37 +185,43 @@ class Processes:
 
     def _watch(self) -> None:
         """The thread: give signs of life, and look for those of the others."""
-        begin, seen, is_signalled = time.monotonic(), dict[str, tuple[str, float]](), False
+        begin, is_signalled = time.monotonic(), False
+        seen = {str(id): ("", begin) for id in range(self.count)}  # process -> its last state, and since when
         for beat in itertools.count():
-            why = None
             try:
-                state = f"{beat} stop" if self._asks_leader_to_stop else f"{beat}"
-                self._client.key_value_set(f"jattn/alive/{self.id}", state, allow_overwrite=True)
-                states = {
-                    key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get("jattn/alive/")
-                }
+                states = self._exchange_states(beat)
                 now = self._answered_at = time.monotonic()
-                seen |= {id: (value, now) for id, value in states.items() if seen.get(id, ("", 0))[0] != value}
-                if self.leads and not is_signalled and any(value.endswith("stop") for value in states.values()):
+                seen |= {id: (states[id], now) for id, (last, _) in seen.items() if states.get(id, last) != last}
+                if self.leads and not is_signalled and any(state.endswith("stop") for state in states.values()):
                     is_signalled = True
                     os.kill(os.getpid(), signal.SIGTERM)
-                late = [i for i in range(self.count) if now - seen.get(str(i), ("", begin))[1] > self.seconds]
-                if late:
-                    why = f"process {late[0]} has given no sign of life for {self.seconds:g} s"
-                    self._client.key_value_set("jattn/end", why)
-                else:
-                    why = self._get("end", min(POLL_SECONDS, self.seconds / 4))
+                why = self._why_to_end({id: now - since for id, (_, since) in seen.items()})
             except JaxRuntimeError as error:
-                why = why or f"process 0 cannot be reached ({str(error).splitlines()[0]})"
+                why = f"process 0 cannot be reached ({str(error).splitlines()[0]})"
             if self._left.is_set() or why == "":
                 return
             if why is not None:
                 self.on_end(self, why)
                 return
 
+    def _exchange_states(self, beat: int) -> dict[str, str]:
+        """Write this process's `alive`, and read that of every process."""
+        state = f"{beat} stop" if self._asks_leader_to_stop else f"{beat}"
+        self._client.key_value_set(f"jattn/alive/{self.id}", state, allow_overwrite=True)
+        return {key.rpartition("/")[2]: value for key, value in self._client.key_value_dir_get("jattn/alive/")}
+
+    def _why_to_end(self, silent: dict[str, float]) -> str | None:
+        """Why all processes must end; "": an orderly stop; None: go on. silent: seconds since each one's last sign."""
+        late = [id for id, seconds in silent.items() if seconds > self.seconds]
+        if not late:
+            return self._get("end", self._pause)
+        why = f"process {late[0]} has given no sign of life for {self.seconds:g} s"
+        self._tell(why)
+        return why
+
     def _watch_store(self) -> None:
-        """The second thread: process 0, which has the store, may be stopped, or the network."""
-        while not self._left.wait(min(POLL_SECONDS, self.seconds / 4)):
+        """The second thread: process 0, which has the store, or the network may have stopped."""
+        while not self._left.wait(self._pause):
             if time.monotonic() - self._answered_at > self.seconds:
                 self.on_end(self, f"process 0 has given no sign of life for {self.seconds:g} s")
                 return
@@ -285,7 +296,7 @@ def _host_and_port(name: str, address: str) -> tuple[str, int]:
 
 
 def _check_address(address: str) -> None:
-    """OSError if process 0 cannot listen there: JAX would end the process without a word."""
+    """OSError if process 0 cannot listen there: JAX would end the process without a message."""
     host, port = _host_and_port("the coordinator's address", address)
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]

@@ -1,16 +1,19 @@
-"""Sequence, CompletionState and Request: the state of a request. RequestOutput: its result, for the caller."""
+"""Sequence, CompletionState and Request: the state of a request."""
 
 import dataclasses
-import enum
 import functools
 import hashlib
 import logging
 from array import array
 from typing import Any
 
+from jattn.engine.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
 from jattn.engine.params import SamplingParams
 from jattn.engine.sampling import BAD_TOKEN
-from jattn.text.tokenizer import Detokenizer, Tokenizer, find_stop, held_back
+from jattn.text.detokenizer import Detokenizer, find_stop, held_back
+from jattn.text.tokenizer import Tokenizer
+
+log = logging.getLogger("jattn.engine")
 
 
 @dataclasses.dataclass(eq=False)
@@ -57,7 +60,7 @@ class Sequence:
         return array("i", self.prompt)
 
     def words(self, start: int, end: int) -> array:
-        """tokens[start:end] as numbers of 32 bits. A long prompt is copied, not converted number by number."""
+        """tokens[start:end] as numbers of 32 bits. The prompt is converted once, and then only copied."""
         if end <= len(self.prompt):
             return self._prompt_words[start:end]
         return array("i", self.tokens[start:end])
@@ -87,76 +90,7 @@ def final_length(prompt: tuple[int, ...], params: SamplingParams, max_model_len:
     return min(len(prompt) + params.max_tokens, max_model_len)
 
 
-class FinishReason(enum.StrEnum):
-    """Why a completion ended."""
-
-    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
-    LENGTH = "length"  # it has max_tokens tokens, or the longest sequence that the engine allows
-    ABORT = "abort"  # the caller ended it
-    ERROR = "error"  # see Completion.error
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenLogprob:
-    """The log-probability of a generated token and of the most likely ones, before temperature and penalties."""
-
-    token_id: int  # the generated token
-    logprob: float  # natural logarithm of its probability
-    top: dict[int, float]  # token id -> log-probability of the most likely tokens, most likely first
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One of a request's n completions."""
-
-    index: int  # 0 .. n-1
-    text: str  # of the output; empty without a tokenizer
-    token_ids: tuple[int, ...]  # of the output, with a stop token at its end
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of each output token; None: not requested
-    finish_reason: FinishReason | None = None  # None: it has not ended
-    error: str | None = None  # the message, with FinishReason.ERROR
-    stop: str | int | None = None  # the stop string or token id that ended it
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestOutput:
-    """The output of a request, final or so far. text, token_ids ... are those of the first completion."""
-
-    id: str  # of the request
-    prompt_token_ids: tuple[int, ...]
-    outputs: tuple[Completion, ...]  # its n completions
-    num_cached_tokens: int = 0  # prompt tokens of the first completion that were found in the prefix cache
-
-    @property
-    def finished(self) -> bool:
-        """Have all completions ended?"""
-        return all(output.finish_reason is not None for output in self.outputs)
-
-    @property
-    def text(self) -> str:
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return self.outputs[0].token_ids
-
-    @property
-    def logprobs(self) -> tuple[TokenLogprob, ...] | None:
-        return self.outputs[0].logprobs
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.outputs[0].finish_reason
-
-    @property
-    def error(self) -> str | None:
-        return self.outputs[0].error
-
-
-log = logging.getLogger("jattn.engine")
-
-
-def _made(cls: type, fields: dict[str, Any]) -> Any:
+def _instance_of(cls: type, fields: dict[str, Any]) -> Any:
     """An instance of a frozen dataclass, from all of its fields. Its own __init__ takes four times as long, because it
     calls object.__setattr__ for each; a step of 256 rows makes 512 instances."""
     instance = object.__new__(cls)
@@ -206,9 +140,9 @@ class CompletionState:
         return tokens
 
     def read_text(self, tokens: list[int]) -> int:
-        """Append the text of accepted tokens, the last of the sequence; returns how many of them remain.
+        """Append the text of the sequence's last tokens, which were accepted; returns how many of them remain.
 
-        A stop string ends the completion at the token that completes it, and the sequence loses the tokens behind it.
+        A stop string ends the completion at the token that completes it, and the sequence loses the tokens after it.
         """
         if self.detokenizer is None:
             return len(tokens)
@@ -254,7 +188,7 @@ class CompletionState:
             "error": self.error,
             "stop": self.stop,
         }
-        return _made(Completion, fields)
+        return _instance_of(Completion, fields)
 
     @functools.cached_property
     def _ends(self) -> frozenset[int]:
@@ -321,7 +255,7 @@ class Request:
             "outputs": tuple([completion.snapshot() for completion in self.completions]),
             "num_cached_tokens": self.completions[0].num_cached,
         }
-        return _made(RequestOutput, fields)
+        return _instance_of(RequestOutput, fields)
 
     @property
     def finished(self) -> bool:

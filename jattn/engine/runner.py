@@ -15,9 +15,9 @@ import numpy as np
 from jattn.engine import warming, weights
 from jattn.engine.batch import packed_batch
 from jattn.engine.dispatch import ROW_AXES, Batch, Model, RowState, empty_row_state
+from jattn.engine.outputs import TokenLogprob
 from jattn.engine.packing import Packed
 from jattn.engine.programs import BrokenProgramError, Programs
-from jattn.engine.request import TokenLogprob
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 from jattn.engine.shapes import StepShapes

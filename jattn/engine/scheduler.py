@@ -154,7 +154,7 @@ class Scheduler:
             seq = self.running[i]
             i += 1
             length = len(seq.tokens) + seq.num_ahead
-            left, missing = seq.max_len - length, length - seq.num_computed  # num_left and num_missing
+            left, missing = seq.max_len - length, length - seq.num_computed  # its properties, but faster
             if left < 1:
                 continue
             count = min(missing, draft.budget)

@@ -86,7 +86,8 @@ def rule_of(
 
     if not isinstance(config, ModelConfig):
         return None
-    whole = [g for g, group in enumerate(config.cache_groups) if group.sliding_window is None is group.chunk_size]
+    is_whole = lambda group: group.sliding_window is None and group.chunk_size is None
+    whole = [g for g, group in enumerate(config.cache_groups) if is_whole(group)]
     layers = []
     for i, layer in enumerate(config.layers):
         spec, at = layer.attention, config.cache_of(i)

@@ -152,10 +152,10 @@ class CacheSizing:
         has `num_blocks` blocks, the others at most as many. A sequence of max_model_len tokens fits the empty pools, so
         the oldest sequence can always finish.
         """
-        limit, block_limits = self.config.max_positions, self.block_limits(max_num_seqs)
-        longest = max_model_len or limit or DEFAULT_MODEL_LEN  # no limit: positions are unlimited, as with ALiBi
-        if limit is not None and longest > limit:
-            raise ValueError(f"{max_model_len=} is more than the model's {limit} positions")
+        positions, block_limits = self.config.max_positions, self.block_limits(max_num_seqs)
+        longest = max_model_len or positions or DEFAULT_MODEL_LEN  # None: positions are unlimited, as with ALiBi
+        if positions is not None and longest > positions:
+            raise ValueError(f"{max_model_len=} is more than the model's {positions} positions")
         if num_blocks is None:
             if memory is None:
                 memory = free_bytes() if self.model_mesh is None else free_bytes(self.model_mesh.devices)

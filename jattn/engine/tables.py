@@ -144,7 +144,7 @@ class BlockTables:
 
     @property
     def settles(self) -> bool:
-        """Is there anything for `settle` to do, ever?"""
+        """Can `settle` change anything? No if nothing is shared and no group frees blocks of running sequences."""
         return self.prefix_caching or bool(self._forgetful)
 
     def settle(self, seq: Sequence, num_computed: int) -> None:

@@ -48,7 +48,10 @@ def compile_all(
         try:
             to_compile = []
             for shape, is_loaded in zip(args, pool.map(programs.load, args.values()), strict=True):
-                report(shape) if is_loaded else to_compile.append(shape)
+                if is_loaded:
+                    report(shape)
+                else:
+                    to_compile.append(shape)
             # Lowering holds the GIL and compiling does not: one program is lowered while others compile.
             with _garbage_collector_off():
                 jobs = {pool.submit(compile, each, lower(each)): each for each in to_compile}

@@ -22,8 +22,12 @@ def check(params: Any, shapes: dict[str, tuple[int, ...]]) -> None:
         if path in shapes and not (_is_float(leaf) and tuple(leaf.shape) == tuple(shapes[path])):
             wrong.append(f"{path} is {_form(leaf)}, not a float {list(shapes[path])}")
     if wrong:
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}")
+        raise ValueError(_do_not_fit(wrong))
+
+
+def _do_not_fit(wrong: list[str]) -> str:
+    more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+    return f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}"
 
 
 def _is_float(leaf: Any) -> bool:
@@ -80,8 +84,7 @@ def copied_like(old: Any, new: Any) -> Any:
     """A copy of `new` with the placement of `old`; ValueError unless structure, shapes and dtypes are equal."""
     new = _grouped_like(old, new)
     if wrong := _differences(old, new):
-        more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"the weights do not fit this model: {'; '.join(wrong[:3])}{more}; nothing was changed")
+        raise ValueError(f"{_do_not_fit(wrong)}; nothing was changed")
     return jax.tree.map(lambda a, b: _placed(b, _place(a)), old, new)
 
 

@@ -29,7 +29,7 @@ are smaller than this. It gives a merged product of many tokens to cuBLAS and co
 the limit leaves only small ones (q, k and v) merged."""
 
 CUDA_OPTIONS_ON_MESH: dict[str, Any] = {}
-"""For dispatches on several devices."""
+"""For dispatches on several devices: none. benchmarks.gpu.two_cards adds those that it compares."""
 
 CUDA_OPTIONS_MANY_TOKENS_ON_MESH = {
     "xla_gpu_enable_latency_hiding_scheduler": True,

@@ -1,6 +1,7 @@
 """Batches: the metadata that all layers of a step share. vLLM's batch utilities are in jattn.compat.vllm."""
 
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.buckets import Buckets
 from jattn.metadata.cascade import cascade_levels, use_cascade_attention
 from jattn.metadata.check import check_host

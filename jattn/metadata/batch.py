@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jattn.errors import MissingMetadataError
-from jattn.errors.arguments import INT32, as_array, booleans, integer, integers, kind, optional, short, takes
+from jattn.errors.arguments import INT32, as_array, booleans, integer, integers, kind, optional, takes
 from jattn.metadata.buckets import power_of_two, query_len_bound
-from jattn.metadata.host import array_module, is_traced
+from jattn.metadata.host import array_module, extended, is_traced, minimum
 from jattn.metadata.lengths import (
     at_least,
     causal_of,
@@ -26,7 +25,7 @@ from jattn.metadata.lengths import (
     slots_of_tokens,
     table_of,
 )
-from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AnyArray, AttentionType, pytree, static
+from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AnyArray, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 
 _SIZE = optional(integer(0))
@@ -114,6 +113,13 @@ class CommonAttentionMetadata:
             encoder = cls._encoder_batch(e, cross_block_table, block_size, num_encoder_tokens, padded_reqs)
         elif cross_block_table is not None or num_encoder_tokens is not None:
             raise ValueError("cross_block_table and num_encoder_tokens need encoder_seq_lens")
+        if mm_prefix_ranges is not None:
+            mm_prefix_ranges = mm_prefix_ranges_of(mm_prefix_ranges, num_live, padded_reqs)
+        if rswa_prefix_lens is not None:
+            rswa_prefix_lens = lengths_of("rswa_prefix_lens", rswa_prefix_lens, like=q)
+        if final_seq_lens is not None:
+            final_seq_lens = final_lengths_of(final_seq_lens, s)
+        to_padded_reqs = lambda x: None if x is None else padded_to(x, padded_reqs)
         return cls(
             query_start_loc=start,
             seq_lens=padded_to(s, padded_reqs),
@@ -121,18 +127,12 @@ class CommonAttentionMetadata:
             slot_mapping=slots,
             num_reqs=np.asarray(num_live, np.int32),
             num_actual_tokens=np.asarray(total, np.int32),
-            causal_per_request=None if per_request_causal is None else padded_to(per_request_causal, padded_reqs),
+            causal_per_request=to_padded_reqs(per_request_causal),
             encoder_seq_lens=None if encoder is None else encoder.seq_lens,
             cross=encoder,
-            mm_prefix_ranges=None
-            if mm_prefix_ranges is None
-            else mm_prefix_ranges_of(mm_prefix_ranges, num_live, padded_reqs),
-            rswa_prefix_lens=None
-            if rswa_prefix_lens is None
-            else padded_to(lengths_of("rswa_prefix_lens", rswa_prefix_lens, like=q), padded_reqs),
-            final_seq_lens=None
-            if final_seq_lens is None
-            else padded_to(final_lengths_of(final_seq_lens, s), padded_reqs),
+            mm_prefix_ranges=mm_prefix_ranges,
+            rswa_prefix_lens=to_padded_reqs(rswa_prefix_lens),
+            final_seq_lens=to_padded_reqs(final_seq_lens),
             max_query_len=query_len_bound(int(q.max(initial=0)), padded_tokens),
             max_seq_len=max_seq_len,
             is_causal=is_causal,
@@ -176,12 +176,15 @@ class CommonAttentionMetadata:
             raise ValueError(f"query_start_loc.shape={start.shape} must be (R + 1,) with seq_lens.shape=({rows},)")
         if block_table is not None and block_table.shape[0] != rows:
             raise ValueError(f"block_table.shape={block_table.shape} must have one row for each request, {rows}")
-        one = isinstance(causal, (bool, np.bool_))
-        each = None if one else as_array("causal", causal, "bools", (1,))
-        if each is not None and each.shape != (rows,):
-            raise ValueError(f"causal.shape={each.shape} must be ({rows},): one bool for each request, or one bool")
+        is_one_bool = isinstance(causal, (bool, np.bool_))
+        per_request_causal = None if is_one_bool else jnp.asarray(as_array("causal", causal, "bools", (1,)))
+        if per_request_causal is not None and per_request_causal.shape != (rows,):
+            shape = per_request_causal.shape
+            raise ValueError(f"causal.shape={shape} must be ({rows},): one bool for each request, or one bool")
         if final_seq_lens is not None and final_seq_lens.shape != (rows,):
             raise ValueError(f"final_seq_lens.shape={final_seq_lens.shape} must be ({rows},): one for each request")
+        if max_seq_len is None:
+            max_seq_len = num_tokens if block_table is None else block_table.shape[1] * block_size
         used = (start[1:] > start[:-1]) | (seq_lens > 0)
         last = jnp.max(jnp.where(used, jnp.arange(1, rows + 1), 0), initial=0)
         meta = cls(
@@ -191,15 +194,11 @@ class CommonAttentionMetadata:
             slot_mapping=jnp.full(num_tokens, PAD_SLOT_ID, jnp.int32),
             num_reqs=last.astype(jnp.int32),
             num_actual_tokens=start[-1],
-            causal_per_request=None if each is None else jnp.asarray(each),
+            causal_per_request=per_request_causal,
             final_seq_lens=None if final_seq_lens is None else jnp.asarray(final_seq_lens, jnp.int32),
             max_query_len=num_tokens if max_query_len is None else max_query_len,
-            max_seq_len=max_seq_len
-            if max_seq_len is not None
-            else num_tokens
-            if block_table is None
-            else block_table.shape[1] * block_size,
-            is_causal=bool(causal) if one else True,
+            max_seq_len=max_seq_len,
+            is_causal=bool(causal) if is_one_bool else True,
             block_size=None if block_table is None else block_size,
         )
         if meta.block_table is None or not rows:
@@ -278,9 +277,9 @@ class CommonAttentionMetadata:
         """
         if "causal" in changes:
             causal = changes.pop("causal")
-            one = isinstance(causal, (bool, np.bool_))
-            causal = causal if one else _CAUSAL("causal", causal)
-            changes |= dict(is_causal=bool(causal) if one else True, causal_per_request=None if one else causal)
+            is_one_bool = isinstance(causal, (bool, np.bool_))
+            changes["is_causal"] = bool(causal) if is_one_bool else True
+            changes["causal_per_request"] = None if is_one_bool else _CAUSAL("causal", causal)
         if changes.keys() & {"query_start_loc", "seq_lens", "block_table"}:
             changes = dict(is_all_new=False) | changes
         if "block_table" in changes:
@@ -299,11 +298,11 @@ class CommonAttentionMetadata:
         more = num_reqs - self.max_num_reqs
         last = self.query_start_loc[-1]
         return self.replace(
-            query_start_loc=_extend(self.query_start_loc, more, last),
+            query_start_loc=extended(self.query_start_loc, more, last),
             is_all_new=self.is_all_new,
-            slot_mapping=_extend(self.slot_mapping, num_tokens - self.num_tokens, PAD_SLOT_ID),
+            slot_mapping=extended(self.slot_mapping, num_tokens - self.num_tokens, PAD_SLOT_ID),
             cross=None if self.cross is None else self.cross.padded(self.cross.num_tokens, num_reqs),
-            **{name: _extend(getattr(self, name), more, fill) for name, fill in PER_REQUEST.items()},
+            **{name: extended(getattr(self, name), more, fill) for name, fill in PER_REQUEST.items()},
         )
 
     @takes(num_tokens=integer(0), num_reqs=integer(0))
@@ -319,7 +318,7 @@ class CommonAttentionMetadata:
             )
         cut = {name: getattr(self, name) for name in PER_REQUEST}
         start, slots = self.query_start_loc[: num_reqs + 1], self.slot_mapping[:num_tokens]
-        kept = _minimum(start, num_tokens)
+        kept = minimum(start, num_tokens)
         lost = (start - kept)[1:] - (start - kept)[:-1]
         sees_others = self.dcp_local_seq_lens is not None or self.mm_prefix_ranges is not None
         if not is_traced(lost, self.causal) and lost.any() and (sees_others or not np.all(self.causal)):
@@ -333,7 +332,7 @@ class CommonAttentionMetadata:
             query_start_loc=kept,
             is_all_new=self.is_all_new,
             slot_mapping=xp.where(xp.arange(num_tokens) < kept[-1], slots, np.int32(PAD_SLOT_ID)),
-            num_reqs=_minimum(self.num_reqs, num_reqs),
+            num_reqs=minimum(self.num_reqs, num_reqs),
             num_actual_tokens=kept[-1],
             cross=None if self.cross is None else self.cross.unpadded(self.cross.num_tokens, num_reqs),
             **{name: None if x is None else x[:num_reqs] for name, x in cut.items()},
@@ -364,10 +363,15 @@ PER_REQUEST = dict(
 )  # fmt: skip
 """Fields with one row for each request -> the value in rows of padding."""
 
-
 BATCH = kind(CommonAttentionMetadata, way_out="make one with CommonAttentionMetadata.from_lengths(...)")
+"""A rule of jattn.errors.arguments: a batch."""
+
 FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
-_CAUSAL = booleans(1)
+_CAUSAL, _INDICES = booleans(1), integers()
+_INDEX_FIELDS = (
+    *("query_start_loc", "slot_mapping", "num_reqs", "num_actual_tokens", "logits_indices", "common_prefix_len"),
+    *(name for name in PER_REQUEST if name != "causal_per_request"),
+)
 
 
 def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "block_size") -> int:
@@ -392,60 +396,3 @@ def in_int32(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
     if meta.cross is not None and (cross := in_int32(meta.cross)) is not meta.cross:
         changed["cross"] = cross
     return dataclasses.replace(meta, **changed) if changed else meta
-
-
-_INDICES = integers()
-_INDEX_FIELDS = (
-    *("query_start_loc", "slot_mapping", "num_reqs", "num_actual_tokens", "logits_indices", "common_prefix_len"),
-    *(name for name in PER_REQUEST if name != "causal_per_request"),
-)
-
-
-def _minimum(x, bound: int):
-    """min(x, bound), as numpy if x is numpy's."""
-    return np.minimum(x, np.int32(bound)) if isinstance(x, (np.ndarray, np.generic)) else jnp.minimum(x, bound)
-
-
-def _extend(x, more: int, fill):
-    """x with `more` rows of `fill` at its end, as numpy if x is numpy's; None stays None."""
-    if x is None or more == 0:
-        return x
-    xp = np if isinstance(x, np.ndarray) else jnp
-    return xp.concatenate([x, xp.broadcast_to(xp.asarray(fill, x.dtype), (more, *x.shape[1:]))])
-
-
-def ATTENTION_TYPE(name: str, value: AttentionType | str) -> AttentionType:
-    """A rule of jattn.errors.arguments: an AttentionType or its name, as an AttentionType."""
-    try:
-        return AttentionType(value if isinstance(value, str) else "")
-    except ValueError:
-        seen, names = value if isinstance(value, str) else short(value), ", ".join(AttentionType)
-        raise MissingMetadataError(f"Invalid attention type {seen}; use one of {names} as attn_type") from None
-
-
-@takes(meta=BATCH, attn_type=ATTENTION_TYPE)
-def queries_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
-    """The batch of the queries: meta.cross for ENCODER, else meta.
-
-        type              lengths of queries        lengths of keys          blocks of keys
-        decoder           query_lens                seq_lens                 block_table
-        encoder_only      query_lens                seq_lens                 block_table
-        encoder           the encoder's             the encoder's            none: packed k and v
-        encoder_decoder   query_lens                the encoder's            cross.block_table
-
-    If meta.cross is None, meta is the encoder's own batch, and ENCODER is like ENCODER_ONLY.
-    """
-    return meta.cross if attn_type is AttentionType.ENCODER and meta.cross is not None else meta
-
-
-@takes(meta=BATCH, attn_type=ATTENTION_TYPE)
-def keys_of(meta: CommonAttentionMetadata, attn_type: AttentionType) -> CommonAttentionMetadata:
-    """The batch of the keys, whose blocks are read and whose slots are written: meta.cross for ENCODER_DECODER."""
-    if attn_type is not AttentionType.ENCODER_DECODER:
-        return queries_of(meta, attn_type)
-    if meta.cross is None:
-        raise MissingMetadataError(
-            "Encoder/decoder cross-attention requires setting cross-attention metadata attributes: give from_lengths "
-            "encoder_seq_lens= (and cross_block_table= with a cache)"
-        )
-    return meta.cross

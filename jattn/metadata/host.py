@@ -39,3 +39,16 @@ def segment_of(ends, count: int, xp: ModuleType):
     """i32[count] the segment of each of 0 .. count-1, given the segments' ends; past the last end: the last segment."""
     segment = xp.searchsorted(ends, xp.arange(count, dtype=xp.int32), side="right")
     return xp.minimum(segment, max(ends.shape[0] - 1, 0)).astype(xp.int32)
+
+
+def minimum(x, bound: int):
+    """min(x, bound), as numpy if x is numpy's."""
+    return np.minimum(x, np.int32(bound)) if isinstance(x, (np.ndarray, np.generic)) else jnp.minimum(x, bound)
+
+
+def extended(x, more: int, fill):
+    """x with `more` rows of `fill` at its end, as numpy if x is numpy's; None stays None."""
+    if x is None or more == 0:
+        return x
+    xp = np if isinstance(x, np.ndarray) else jnp
+    return xp.concatenate([x, xp.broadcast_to(xp.asarray(fill, x.dtype), (more, *x.shape[1:]))])

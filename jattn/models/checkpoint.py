@@ -15,8 +15,7 @@ from jattn.models.files import MAX_DEPTH, MAX_LISTED_BYTES, is_there, read_json,
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
-
-SAMPLES, SAMPLE = 256, 4096
+SAMPLES, SAMPLE_BYTES = 256, 4096
 """Parts of a file that a fingerprint reads, and the bytes of each."""
 
 DTYPES = dict(
@@ -92,28 +91,29 @@ def _renamed(locations: dict[str, TensorLocation], renames: tuple[tuple[str, str
     found: dict[str, TensorLocation] = {}
     for name, location in locations.items():
         old, new = next(((old, new) for old, new in renames if name.startswith(old)), ("", ""))
-        known = new + name.removeprefix(old)
-        if known in found:
-            raise ValueError(f"{location.path}: tensor {tensor_text(name)} is there twice, as {found[known].name}, too")
-        found[known] = location
+        renamed = new + name.removeprefix(old)
+        if renamed in found:
+            other = found[renamed].name
+            raise ValueError(f"{location.path}: tensor {tensor_text(name)} is there twice, as {other}, too")
+        found[renamed] = location
     return found
 
 
 def fingerprint(directory: str | Path) -> int:
     """A checksum of a folder's weights: of each file's name, size and header, and of SAMPLES parts of its data.
 
-    Folders with other weights have another one, but for differences of few numbers.
+    Two folders with different weights have different checksums, unless only few numbers differ.
     """
-    sum, folder = 0, Path(directory)
+    checksum, folder = 0, Path(directory)
     for path in sorted(files_of(folder, read_index(folder))):
         data = np.memmap(regular_file(path), np.uint8, "r")
         header = min(8 + int.from_bytes(data[:8].tobytes(), "little"), len(data))  # a damaged file may tell any length
-        begins = np.linspace(header, max(len(data) - SAMPLE, header), SAMPLES).astype(np.int64)
-        parts = [data[:header], *(data[begin : begin + SAMPLE] for begin in begins)]
-        sum = zlib.crc32(f"{path.name} {len(data)}".encode(), sum)
+        begins = np.linspace(header, max(len(data) - SAMPLE_BYTES, header), SAMPLES).astype(np.int64)
+        parts = [data[:header], *(data[begin : begin + SAMPLE_BYTES] for begin in begins)]
+        checksum = zlib.crc32(f"{path.name} {len(data)}".encode(), checksum)
         for part in parts:
-            sum = zlib.crc32(part.tobytes(), sum)
-    return sum
+            checksum = zlib.crc32(part.tobytes(), checksum)
+    return checksum
 
 
 def read_index(directory: Path) -> dict[str, str] | None:

@@ -76,44 +76,41 @@ def _forward(
     model_mesh: ModelMesh | None,
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:  # fmt: skip
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
-    logits_at = None if logits_at is None else as_array("logits_at", logits_at, "integers", (1,))
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
     x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
+    wanted = None if logits_at is None else as_array("logits_at", logits_at, "integers", (1,))
     tails = layer_tail.configs_of(config, params, x, model_mesh)
-    early = logits_at if tails is None and _ends_with_few(config, logits_at, x.shape[0]) else None
-    if tails is None and halves.serves(config, model_mesh, x.shape[0]):
+    # With AltUp, tokens are not the first axis.
+    is_taken_early = wanted is not None and len(wanted) < x.shape[0] and tails is None and config.altup is None
+    early = wanted if is_taken_early else None
+    if tails is not None:
+        attention_of = lambda i: (
+            step.attns[i], caches[i], step.plan(i), positions, step.angles(config.layers[i].rope)
+        )  # fmt: skip
+        caches, x = layer_tail.forward(config, params, x, tails, attention_of, model_mesh)
+    elif halves.serves(config, model_mesh, x.shape[0]):
         assert model_mesh is not None
         caches, x = halves.forward(config, params, x, caches, step, model_mesh, early)
-    elif tails is None:
+    else:
         caches, stream = _each_layer(
             config, params, stream, inputs, caches, step, model_mesh, positions, encoded, early
         )
         x = last_x(config, params, stream)
-    else:
-        attend = lambda i: (
-            step.attns[i], caches[i], step.plan(i), positions, step.angles(config.layers[i].rope)
-        )  # fmt: skip
-        caches, x = layer_tail.forward(config, params, x, tails, attend, model_mesh)
-    if logits_at is not None and early is None:
-        x = x[logits_at]
+    if wanted is not None and not is_taken_early:
+        x = x[wanted]
     return tuple(caches), head(config, params, last_hidden(config, params, x), model_mesh)
-
-
-def _ends_with_few(config: ModelConfig, logits_at: jax.Array | None, tokens: int) -> bool:
-    """May the last layer compute only these tokens after its attention? With AltUp tokens are not the first axis."""
-    return logits_at is not None and logits_at.shape[0] < tokens and config.altup is None
 
 
 def _each_layer(
     config: ModelConfig, params, stream: Stream, inputs, caches, step: "_AttentionPlans", model_mesh: ModelMesh | None,
-    positions, encoded, logits_at: jax.Array | None,
+    positions, encoded, wanted: jax.Array | None,
 ) -> tuple[list[PagedKV], Stream]:  # fmt: skip
     """(caches, the Stream after the last layer). inputs: the per-layer embeddings [T, layers, width], if any.
 
-    logits_at: the tokens that are wanted after the last layer; None: all. The others end with its attention, because
-    no key depends on what follows.
+    wanted: the tokens to return after the last layer; None: all. The others end with its attention, because no key
+    depends on what follows.
     """
     caches, count = list(caches), len(config.layers)
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
@@ -125,8 +122,8 @@ def _each_layer(
             j = count + i  # caches of cross attention follow those of self-attention
             caches[j], x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
         z = None if layer.layer_input is None else inputs[:, i]
-        if logits_at is not None and i == count - 1:
-            stream, read, x, z = jax.tree.map(lambda rows: rows[logits_at], (stream, read, x, z))
+        if wanted is not None and i == count - 1:
+            stream, read, x, z = jax.tree.map(lambda rows: rows[wanted], (stream, read, x, z))
         stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z)
     return caches, stream
 

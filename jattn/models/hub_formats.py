@@ -1,160 +1,23 @@
-"""Quantised weights as folders of the hub store them: quantization_config, and the tensors of one Linear module.
+"""Quantised weights as folders of the hub store them: each method reads its quantization_config into a Scheme.
 
-A method reads its quantization_config into a Scheme. The scheme names the tensors that take the place of `weight`, and
-decodes them. Activations are not quantised: products use the dequantised weights. Folders with scales of activations,
-and those of compressed-tensors that ask for rounded activations, are refused. (`activation_scheme: dynamic` of fp8 is
-taken: unrounded activations are closer to the model that was quantised.)
+Activations are not quantised: products use the dequantised weights. Folders with scales of activations, and those of
+compressed-tensors that ask for rounded activations, are refused. (`activation_scheme: dynamic` of fp8 is taken:
+unrounded activations are closer to the model that was quantised.)
 """
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Container
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 from jattn.models.config_reader import ConfigReader
-from jattn.models.placing import placed
-from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
-from jattn.ops.quantised import FORMATS, PACKED, PLACES, QuantisedArray, packed, plain
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoded:
-    """A weight [out, in] as torch orders it: its codes, scales [out, groups] and zero points int8 [out, groups]."""
-
-    codes: np.ndarray  # int8; uint8 of fp8; uint8 0 to 15 of 4 bits
-    scales: np.ndarray
-    zero_points: np.ndarray | None = None
-
-    def check(self, group_size: int | None) -> None:
-        """ValueError unless the shapes fit one another and the group size, and the scales are floats."""
-        codes, scales, zeros = self.codes, self.scales, self.zero_points
-        if codes.ndim != 2 or scales.ndim != 2 or len(codes) != len(scales):
-            raise ValueError(f"codes {codes.shape} and scales {scales.shape} must have equal numbers of outputs")
-        check_groups(scales.shape[1], codes.shape[1], scales.dtype, group_size)
-        if zeros is not None and zeros.shape != scales.shape:
-            raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} must have equal shapes")
-
-
-SCALES = ("float16", "bfloat16", "float32")
-"""Dtypes of scales."""
-
-
-WHOLE = -1
-"""The group size of a config whose groups are all inputs of an output."""
-
-
-def check_groups(groups: int, inputs: int, dtype: np.dtype, size: int | None) -> None:
-    """ValueError unless so many inputs can have so many groups of this size, with scales of this dtype.
-
-    size: None: unknown. A group of more inputs than there are has all of them; the last of several must be whole.
-    """
-    if groups < 1 or inputs < 1 or inputs % groups:
-        raise ValueError(f"the number of its groups does not divide the number of its inputs: {groups}, {inputs}")
-    if size is not None and inputs // groups != (inputs if size == WHOLE else min(size, inputs)):
-        raise ValueError(f"its {inputs} inputs have {groups} groups, which do not have group_size={size} inputs each")
-    if dtype.name not in SCALES:
-        raise ValueError(f"scales have dtype {dtype}, which must be one of {', '.join(SCALES)}")
-
-
-class Groups(NamedTuple):
-    """The groups of a stored module, without its codes."""
-
-    number: int  # in each output
-    dtype: np.dtype  # of the scales
-    has_zero_points: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Scheme:
-    """How a folder stores each quantised Linear module."""
-
-    format: str  # of QuantisedArray
-    needed: tuple[str, ...]  # endings of the tensors of a module
-    decode: Callable[..., Decoded]  # of the needed tensors and then the optional ones, None if absent
-    groups: Callable[..., Groups]  # of the number of inputs and the same tensors but for the first, the codes
-    optional: tuple[str, ...] = ()
-    zeros: tuple[str, ...] = ()  # endings of tensors that are ignored if they are zeros
-    group_size: int | None = None  # inputs of a group, as the config says; None: it does not
-
-    def sources(self, table: dict[str, TensorSource], stored: Container[str], dtype: Any) -> dict[str, TensorSource]:
-        """The table, with the sources of weights that the folder has in this form replaced."""
-        return {path: self._source(source, stored, dtype) for path, source in table.items()}
-
-    def form(
-        self, source: TensorSource, shape: tuple[int, ...], stored: Container[str], read: Callable[[str], np.ndarray],
-        dtype: Any,
-    ) -> "QuantisedArray | jax.ShapeDtypeStruct | None":  # fmt: skip
-        """A weight of this shape as it is loaded, with shapes for arrays; None if the folder has no codes of it.
-
-        read: reads a tensor by its name. The codes are not read.
-        """
-        names = self._names(source, stored)
-        if names is None or isinstance(source.make, OfNumbers):
-            return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
-        axis = _inputs_axis(source.make)
-        groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
-        check_groups(groups.number, shape[axis], groups.dtype, self.group_size)
-
-        def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:
-            sizes = list(shape)
-            sizes[axis] = inputs
-            return jax.ShapeDtypeStruct(tuple(sizes), dtype)
-
-        is_packed, codes = FORMATS[self.format].bits == 4, {"int8": np.int8, "fp8": np.uint8}
-        values = array(shape[axis] // PACKED, np.uint32) if is_packed else array(shape[axis], codes[self.format])
-        zeros = array(groups.number, np.int8) if groups.has_zero_points else None
-        parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros)
-        return QuantisedArray(**parts, format=self.format, axis=axis, dtype=np.dtype(dtype))
-
-    def _names(self, source: TensorSource, stored: Container[str]) -> list[list[str]] | None:
-        """The names of the tensors of each module of a weight; None if the folder has it in another form."""
-        modules = [name.removesuffix(".weight") for name in source.names if name.endswith(".weight")]
-        names = [[f"{module}.{end}" for end in self.needed + self.optional] for module in modules]
-        is_stored = all(name in stored for each in names for name in each[: len(self.needed)])
-        return names if is_stored and len(modules) == len(source.names) else None
-
-    def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
-        names = self._names(source, stored)
-        if names is None:
-            return source
-        present = tuple(tuple(name in stored for name in each) for each in names)
-        found = tuple(name for each in names for name in each if name in stored)
-        make = self._plain_weight if isinstance(source.make, OfNumbers) else self._weight
-        return TensorSource(found, functools.partial(make, source.make, present, dtype))
-
-    def _plain_weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> np.ndarray:
-        """The same dequantised, of one module."""
-        return make(np.asarray(plain(self._weight(unchanged, present, dtype, *tensors))))
-
-    def _weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> QuantisedArray:
-        """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""
-        left = iter(tensors)
-        modules = [self.decode(*(next(left) if is_there else None for is_there in each)) for each in present]
-        axis = _inputs_axis(make)
-        made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
-        for module in modules:
-            module.check(self.group_size)
-        has_zeros = {module.zero_points is not None for module in modules}
-        if len(has_zeros) > 1:
-            raise ValueError("some of its modules have zero points, and some have none")
-        codes, zeros = made("codes"), made("zero_points") if has_zeros.pop() else None
-        values = packed(codes, axis) if self.format in ("int4", "fp4") else codes
-        return QuantisedArray(
-            values=values, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
-            dtype=np.dtype(dtype),
-        )  # fmt: skip
-
-
-def _inputs_axis(make: Callable) -> int:
-    """The axis of the inputs of a weight; a table of embeddings stays [rows, inputs]."""
-    return -1 if make is unchanged else -2
+from jattn.models.hub_scheme import WHOLE, Decoded, Groups, Scheme, check_groups
+from jattn.ops.quantised import PACKED
 
 
 def scheme_of(values: dict[str, Any], where: str) -> Scheme | None:
@@ -231,21 +94,21 @@ def gptq(c: ConfigReader) -> Scheme:
         "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize",
         "is_marlin_format", "hessian",
     )  # fmt: skip
-    more, needed = 0 if v2 else 1, ("qweight", "qzeros", "scales")
+    offset, needed = 0 if v2 else 1, ("qweight", "qzeros", "scales")
 
     def groups(inputs: int, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray | None) -> Groups:
-        return Groups(len(scales), scales.dtype, bool(_gptq_zeros(bits, more, qzeros, scales.shape).any()))
+        return Groups(len(scales), scales.dtype, bool(_gptq_zeros(bits, offset, qzeros, scales.shape).any()))
 
-    decode, format = functools.partial(_gptq, bits, more), "int4" if bits == 4 else "int8"
+    decode, format = functools.partial(_gptq, bits, offset), "int4" if bits == 4 else "int8"
     return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",), size)
 
 
-def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
+def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
     groups, outputs = scales.shape
     if qweight.ndim != 2 or qweight.shape[1] != outputs:
         raise ValueError(f"qweight {qweight.shape} does not fit scales {scales.shape}")
-    codes = _of_words(bits, qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
-    zeros = _gptq_zeros(bits, more, qzeros, scales.shape)
+    codes = _unpacked(bits, qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
+    zeros = _gptq_zeros(bits, offset, qzeros, scales.shape)
     check_groups(groups, len(codes), scales.dtype, None)
     if g_idx is not None and (g_idx.shape != (len(codes),) or not np.issubdtype(g_idx.dtype, np.integer)):
         raise ValueError(f"g_idx {g_idx.dtype}{g_idx.shape} must be an integer for each of the {len(codes)} inputs")
@@ -259,14 +122,14 @@ def _gptq(bits: int, more: int, qweight: np.ndarray, qzeros: np.ndarray, scales:
     return Decoded(codes.T, scales.T, zeros.astype(np.int8).T if zeros.any() else None)
 
 
-def _gptq_zeros(bits: int, more: int, qzeros: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """int16[groups, out]"""
+def _gptq_zeros(bits: int, offset: int, qzeros: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """int16[groups, out] zero points of signed codes. offset: added to each stored one."""
     if qzeros.ndim != 2 or len(shape) != 2 or len(qzeros) != shape[0]:
         raise ValueError(f"qzeros {qzeros.shape} does not fit scales {shape}")
-    return _of_words(bits, qzeros).reshape(shape).astype(np.int16) + more - 2 ** (bits - 1)
+    return _unpacked(bits, qzeros).reshape(shape).astype(np.int16) + offset - 2 ** (bits - 1)
 
 
-def _of_words(bits: int, words: np.ndarray) -> np.ndarray:
+def _unpacked(bits: int, words: np.ndarray) -> np.ndarray:
     """int32 [...] -> the codes of each word, from the lowest bits on: uint8[..., 32 / bits]."""
     return _nibbles(words) if bits == 4 else _as_uint32(words)[..., None].view(np.uint8)
 
@@ -327,12 +190,12 @@ def _ct_packed(
     outputs, inputs = (int(n) for n in shape)
     if words.ndim != 2 or len(words) != outputs or words.shape[1] != math.ceil(inputs * bits / 32):
         raise ValueError(f"packed codes {words.shape} do not fit weight_shape {shape.tolist()}")
-    codes = _of_words(bits, words).reshape(outputs, -1)[:, :inputs]
+    codes = _unpacked(bits, words).reshape(outputs, -1)[:, :inputs]
     codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
     if zeros is not None:
         if zeros.ndim != 2 or len(zeros) != math.ceil(outputs * bits / 32):
             raise ValueError(f"packed zero points {zeros.shape} do not fit weight_shape {shape.tolist()}")
-        zeros = _of_words(bits, zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs]
+        zeros = _unpacked(bits, zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs]
         zeros = zeros.astype(np.int8) - 8 if bits == 4 else (zeros ^ 128).view(np.int8)
     return Decoded(codes, scales, zeros)
 
@@ -349,7 +212,7 @@ def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.nd
         return np.broadcast_to(x, (len(weight), x.shape[1]))
 
     zero_points = None if zeros is None else spread(zeros)
-    if zero_points is not None and not _is_any(zero_points):
+    if zero_points is not None and not _any_nonzero(zero_points):
         zero_points = None
     if zero_points is not None and zero_points.dtype != np.int8:
         raise ValueError(f"zero points have dtype {zero_points.dtype}, which must be int8")
@@ -357,10 +220,10 @@ def _ct_plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.nd
 
 
 def _ct_plain_groups(inputs: int, scales: np.ndarray, zeros: np.ndarray | None = None) -> Groups:
-    return Groups(1 if scales.size == 1 else scales.shape[1], scales.dtype, zeros is not None and _is_any(zeros))
+    return Groups(1 if scales.size == 1 else scales.shape[1], scales.dtype, zeros is not None and _any_nonzero(zeros))
 
 
-def _is_any(zeros: np.ndarray) -> bool:
+def _any_nonzero(zeros: np.ndarray) -> bool:
     """Is a zero point other than zero?"""
     return bool((zeros != 0).any())
 
@@ -376,34 +239,6 @@ def _as_uint32(words: np.ndarray) -> np.ndarray:
     if words.dtype not in (np.int32, np.uint32):
         raise ValueError(f"packed codes have dtype {words.dtype}, which must be int32")
     return np.ascontiguousarray(words).view(np.uint32)
-
-
-def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedArray:
-    """Some outputs of blocks u8[experts, out, groups, 16] and scales u8[experts, out, groups]; kept packed.
-
-    MXFP4: 4-bit floats, two in a byte with the first in the low bits, and a power of two for every 32 of them.
-    """
-    exponents = scales[:, outputs]
-    if blocks.shape != (*scales.shape, 16) or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
-        raise ValueError("blocks must be uint8[experts, outputs, groups, 16], scales uint8[experts, outputs, groups]")
-    if (exponents == 255).any():
-        raise ValueError("a scale of 255 is not a number")
-    stored = np.ascontiguousarray(blocks[:, outputs]).view("<u4").reshape(*exponents.shape[:2], -1)
-    words = np.zeros_like(stored)  # of eight inputs, in the order of PLACES
-    for i, place in enumerate(PLACES):
-        words |= (stored >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * place)
-    of_bits = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)  # 2 ** -127 is subnormal
-    turned = lambda x: placed(x.swapaxes(1, 2), None)
-    powers = turned(of_bits.view(ml_dtypes.bfloat16))
-    return QuantisedArray(values=turned(words), scales=powers, format="fp4", dtype=np.dtype(ml_dtypes.bfloat16))
-
-
-def mxfp4_form(shape: tuple[int, ...]) -> QuantisedArray:
-    """What `mxfp4` makes of a weight of this shape [experts, inputs, outputs], with shapes for arrays."""
-    experts, inputs, outputs = shape
-    array: Any = lambda per, dtype: jax.ShapeDtypeStruct((experts, inputs // per, outputs), dtype)
-    dtype = np.dtype(ml_dtypes.bfloat16)
-    return QuantisedArray(values=array(PACKED, np.uint32), scales=array(32, dtype), format="fp4", dtype=dtype)
 
 
 METHODS: dict[str, Callable[[ConfigReader], Scheme]] = {

@@ -108,12 +108,12 @@ def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -
 
 
 def forward(
-    config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attend: Callable,
+    config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attention_of: Callable,
     model_mesh: ModelMesh | None = None,
 ) -> tuple[Sequence[Any], jax.Array]:  # fmt: skip
-    """(caches, x after the last layer). attend(i) -> (attention of layer i, the arguments of `_attention`)."""
+    """(caches, x after the last layer). attention_of(i) -> (attention of layer i, the arguments of `_attention`)."""
     layers, weights = config.layers, params["layers"]
-    attns, arguments = zip(*((attn, args) for attn, *args in map(attend, range(len(layers)))), strict=True)
+    attns, arguments = zip(*((attn, args) for attn, *args in map(attention_of, range(len(layers)))), strict=True)
     if model_mesh is not None:
         step = _Step(layers, attns, tuple(configs), ())
         on_ranks = lambda launch, i: _on_ranks(launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i])

@@ -20,7 +20,8 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
-from jattn.models.hub_formats import Scheme, scheme_of
+from jattn.models.hub_formats import scheme_of
+from jattn.models.hub_scheme import Scheme
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
@@ -67,7 +68,7 @@ def load(
     if scheme is not None:
         table = scheme.sources(table, checkpoint.locations, _stored_dtype(values) if dtype is None else dtype)
         used = {name for source in table.values() for name in source.names}
-        unused = _unused_or_in(unused, _zeros(checkpoint, used, scheme.zeros))
+        unused = _unused_or_in(unused, _zeros(checkpoint, used, scheme.ignored_if_zero))
     if not head:
         own = {name for source in table.values() for name in source.names}
         config, unused = config.without_head(), _unused_or_in(unused, frozenset(own))

@@ -10,7 +10,8 @@ from jattn.attention import PagedAttention, attention
 from jattn.cache import PagedKV
 from jattn.errors.arguments import as_array, check_kind, kind, takes
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.batch import BATCH, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import BATCH
 from jattn.nn.attention_layer import Attend, AttentionConfig, project_and_attend
 from jattn.nn.rope import Angles, Rope, rotate
 from jattn.spec import AttentionParams, AttentionSpec

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV
 from jattn.errors import UnsupportedError
-from jattn.metadata.batch import CommonAttentionMetadata, queries_of
+from jattn.metadata.attention_type import queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.attend import AttentionCall, differentiable
 from jattn.ops.keys import PackedKeys, PagedKeys

@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jattn.metadata.batch import CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.ops.attend import AttentionCall, Path, attend
 from jattn.ops.keys import KeySource, PagedKeys

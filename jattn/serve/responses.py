@@ -10,7 +10,7 @@ from jattn.engine import Completion, RequestOutput, TokenLogprob
 from jattn.serve.errors import FailedError
 from jattn.serve.fields import ParsedBody
 from jattn.text import Tokenizer
-from jattn.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Detokenizer
+from jattn.text.detokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Detokenizer
 
 MIN_LOGPROB = -9999.0
 """Written for a log-probability of -inf, which JSON does not have; OpenAI uses the same number."""

@@ -1,7 +1,8 @@
 """Text before and after a model: chat templates, tokenizers, text that grows token by token. Folders are untrusted."""
 
 from jattn.text.chat import ChatTemplate, chat_prompt, load_chat_template
-from jattn.text.tokenizer import ByteTokenizer, Detokenizer, Tokenizer, load_tokenizer
+from jattn.text.detokenizer import Detokenizer
+from jattn.text.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 __all__ = [
     "ByteTokenizer",

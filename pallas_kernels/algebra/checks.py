@@ -10,7 +10,7 @@ class Reasons(list[str]):
     """Why a kernel cannot serve something, in order; empty if it can."""
 
     def refuse(self, when: bool, reason: str) -> None:
-        """Adds the reason where `when` is true."""
+        """Add the reason if `when` is true."""
         if when:
             self.append(reason)
 

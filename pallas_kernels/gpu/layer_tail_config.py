@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+from pallas_kernels.algebra.checks import Reasons
+
 PIECE = 64  # weight columns of one product: the rows of wgmma
 BLOCK = 128  # of the inner dimension: one step of a CTA's loop
 MAX_ROWS = 64
@@ -169,12 +171,8 @@ class LayerTailConfig:
 
 def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can."""
-    c, reasons = config, []
-
-    def refuse(when: bool, reason: str):
-        if when:
-            reasons.append(reason)
-
+    c, reasons = config, Reasons()
+    refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
     refuse(not 1 <= c.rows <= MAX_ROWS, f"{c.rows} rows: wanted 1 to {MAX_ROWS}")
     for p in c.products:

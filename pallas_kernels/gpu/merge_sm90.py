@@ -27,7 +27,7 @@ and a multiprocessor holds 2 of 8 CTAs: a launch that finds nothing to merge tak
 def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, out_ref, lse_ref):
     """One CTA: 64 rows and chunks * width columns of the unit that CTA `cut` of the first launch cut.
 
-    In GMEM: info i32[tiles, 16], cta i32[C, 12], per_head f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128].
+    In GMEM: info i32[tiles, 16], cta i32[C, 16], per_head f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128].
     """
     me, half, column0 = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * (width * chunks)
     unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))

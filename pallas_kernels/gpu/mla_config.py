@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.algebra.checks import unlisted_fields
+from pallas_kernels.algebra.checks import Reasons, unlisted_fields
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, WARPGROUP_ROWS, GpuKernelConfig
@@ -136,12 +136,8 @@ def heads_of_unit(num_heads: int, max_query_len: int) -> int:
 
 def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can."""
-    c, reasons = config, []
-
-    def refuse(when: bool, reason: str):
-        if when:
-            reasons.append(reason)
-
+    c, reasons = config, Reasons()
+    refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
     refuse(c.dtype not in DTYPES, f"dtype {c.dtype}: wanted queries of one of {', '.join(DTYPES)}")
     known = not c.is_decoded or c.kv_dtype in KV_DTYPES_8BIT

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 
+from pallas_kernels.algebra.checks import Reasons
+
 BLOCK = 32  # of the inner dimension: a thread has 8 consecutive inputs of each, a group of four threads all
 TILE_ROWS = 16  # rows of x that a CTA multiplies, at most
 MAX_ROWS = 64
@@ -124,12 +126,8 @@ class PackedProductConfig:
 
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can."""
-    c, reasons = config, []
-
-    def refuse(when: bool, reason: str):
-        if when:
-            reasons.append(reason)
-
+    c, reasons = config, Reasons()
+    refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel was only built and measured for sm_90")
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
     if reasons:

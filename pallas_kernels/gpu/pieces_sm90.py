@@ -25,7 +25,7 @@ class Refs:
     v: object  # GMEM [N, K, S, V] or [N, S, K, V]
     block_table: object  # GMEM i32[R, B]
     info: object  # GMEM i32[tiles, 16]
-    cta: object  # GMEM i32[C, 12]
+    cta: object  # GMEM i32[C, 16]
     scales: object  # GMEM f32[K, 2]: logit scale (times k_scale), v_scale
     per_head: object  # GMEM f32[H, 2]: ALiBi slope, sink; any array where there are none
     k_token_scale: object  # GMEM f32 [N, K, S] or [N, S, K]; None unless token_scales

@@ -1,6 +1,6 @@
 """What the Hopper attention kernel cannot serve: `supports` gives every reason. Each list names what it can."""
 
-from pallas_kernels.algebra.checks import unlisted_fields
+from pallas_kernels.algebra.checks import Reasons, unlisted_fields
 from pallas_kernels.gpu.config import FP8, KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes
 
@@ -17,12 +17,8 @@ COPY_ROWS = 8
 
 def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can."""
-    c, reasons = config, []
-
-    def refuse(when: bool, reason: str):
-        if when:
-            reasons.append(reason)
-
+    c, reasons = config, Reasons()
+    refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
     reasons += shape_reasons(c)
     refuse(c.page_size % COPY_ROWS != 0, f"page size {c.page_size}: wanted a multiple of {COPY_ROWS}")
@@ -56,14 +52,10 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     return reasons
 
 
-def shape_reasons(config: GpuKernelConfig) -> list[str]:
+def shape_reasons(config: GpuKernelConfig) -> Reasons:
     """The reasons against dtypes, shapes, masks and logits that every GPU attention kernel has."""
-    c, reasons = config, []
-
-    def refuse(when: bool, reason: str):
-        if when:
-            reasons.append(reason)
-
+    c, reasons = config, Reasons()
+    refuse = reasons.refuse
     refuse(c.dtype not in QUERY_DTYPES, f"q dtype {c.dtype}: tensor cores take bfloat16 or float16")
     refuse(c.result_dtype not in (c.dtype, "float32"), f"output dtype {c.out_dtype}: wanted {c.dtype} or float32")
     kv_dtypes = (c.dtype, *KV_DTYPES_8BIT)

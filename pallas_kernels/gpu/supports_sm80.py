@@ -9,11 +9,7 @@ BLOCKS = (64,)  # keys of a block
 def supports(config: WarpKernelConfig) -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can."""
     c, reasons = config, shape_reasons(config)
-
-    def refuse(when: bool, reason: str):
-        if when:
-            reasons.append(reason)
-
+    refuse = reasons.refuse
     refuse(c.chip not in CHIPS, f"chip {c.chip}: wanted one of {', '.join(CHIPS)}")
     refuse(c.narrow_rows not in (8, 16), f"narrow_rows {c.narrow_rows}: wanted 8 or 16")
     refuse(c.long_tiles and not c.wide_tiles, "long_tiles: wanted wide_tiles")

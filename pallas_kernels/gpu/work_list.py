@@ -15,8 +15,9 @@ The ranked list, for any batch:
 4. The remaining units are laid end to end on a line, which is cut so that every CTA ends with the same total. A cut
    within a unit makes two pieces with partial results, so at most C - 1 units are merged, whatever the batch. Shapes
    are static and there is no number of splits to tune. Where giving out these units whole, in snake order too, makes
-   the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut. Where few long units have
-   equally many parts at hardly more than an equal share (see EVEN_SHARE) and their keys exceed L2, a CTA gets one.
+   the longest CTA hardly longer (see CUTS_COST), or with config.whole_units, nothing is cut. Where the keys of few long
+   units exceed L2, and equally many parts of each are hardly longer than an equal share (see EVEN_SHARE), each CTA gets
+   one part.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with config.whole_units
@@ -26,7 +27,7 @@ Tokens past query_start_loc[R] (padding) belong to a ghost request without keys,
 (0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
 
     info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
-    cta   i32[C, 12]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
+    cta   i32[C, 16]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
                            the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit to merge
                            (or -1), the first and the last CTA that hold a part of it; FROM, UNTIL: the same two CTAs of
                            the unit in which this CTA's part begins (flat lists only)
@@ -54,11 +55,13 @@ With spans in the mask, the rows of info after the tiles hold two numbers a toke
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
 JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
+"""Columns of cta, see the module's docstring; JOIN is the first of three."""
+
 TILE_ROWS = 2 * WARPGROUP_ROWS
 SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
 UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
-CUTS_COST = 22  # what cutting costs at least: a second piece on each CTA, and parts to merge
+CUTS_COST = 22  # what cutting costs at least, like UNIT_COST: a second piece on each CTA, and parts to merge
 CUTS_SHARE = 1.04
 """Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
 units of one head also pass over its keys at the same time, so that they are read into L2 once."""
@@ -66,10 +69,11 @@ WIDE, WIDE_CUTS_SHARE = 192, 1.12
 """The share for heads wider than that, whose queries have one buffer: a piece more costs twice as much. Ragged prompts
 of heads of 256, 1.11 times a share when whole, take 561 us, and 681 in pieces."""
 EVEN_SHARE = 1.06
-"""The share up to which long units are cut into equal parts, one for each CTA: the tiles of one head then pass over its
-keys at the same time, which are read into L2 once. Otherwise each CTA begins at a place of its own."""
+"""Long units are cut into equal parts, one for each CTA, while the longest part has at most so many times an equal
+share. The tiles of one head then pass over its keys at the same time, so that they are read into L2 once; cut at equal
+shares of the line, each CTA begins at another key."""
 CUTS_KEYS = 256
-"""The same in keys, for a flat list: a merge and a second piece take as long as these."""
+"""CUTS_COST in keys, for a flat list: a merge and a second piece take as long as these."""
 WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
@@ -139,7 +143,7 @@ def token_range(info, num_tokens: int, token, layout):
 
 
 def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges):
-    """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); no tile costs 0."""
+    """All tiles in the order of requests: (info i32[tiles, 16], cost i32[tiles]); cost 0: the row of info is unused."""
     num_reqs = seq_lens.shape[0]
     starts = query_start_loc.astype(jnp.int32)
     q_lens = jnp.append(query_lens, num_tokens - starts[-1])
@@ -315,8 +319,8 @@ def _assign(info, cost, config) -> GpuWorkList:
     heads, ctas = config.num_kv_heads, config.num_ctas
     few, keys = _kinds(info, cost)
     tiles = jnp.sum(cost > 0, dtype=jnp.int32)
-    passes = _keys_pass_through_l2(few, keys, config)
-    set_heads = jnp.where(passes & (tiles >= ctas), 1, config.heads_together or heads).astype(jnp.int32)
+    exceeds_l2 = _prefill_exceeds_l2(few, keys, config)
+    set_heads = jnp.where(exceeds_l2 & (tiles >= ctas), 1, config.heads_together or heads).astype(jnp.int32)
     num_units, set_units = tiles * heads, jnp.maximum(tiles, 1) * set_heads
     unit = jnp.arange(cdiv(cost.shape[0] * heads, ctas) * ctas, dtype=jnp.int32)
     tile, _ = place_of(unit, set_units, heads, set_heads)
@@ -334,7 +338,7 @@ def _assign(info, cost, config) -> GpuWorkList:
     cuts = jnp.floor(jnp.cumsum(share) * (rest / jnp.maximum(jnp.sum(share), 1e-6))).astype(jnp.int32) + base
     cuts = jnp.clip(jnp.concatenate([base[None], cuts[:-1], total[None]]), base, total)
     fits, even_cuts = _equal_parts(each, ends, ctas)
-    even = fits & passes
+    even = fits & exceeds_l2
     cuts, waves = jnp.where(even, even_cuts, cuts), jnp.where(even, 0, waves)
     at = jnp.sum(ends[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
     at_end, at = at >= num_units, jnp.minimum(at, num_units - 1)
@@ -356,8 +360,8 @@ def _assign(info, cost, config) -> GpuWorkList:
 
 
 def _equal_parts(each, ends, ctas):
-    """(bool: do they fit, i32[C+1] cuts): the same number of parts of each long unit, one part a CTA, and what is short
-    in the CTAs that are left. each, ends: costs of the units, longest first, and their running sum."""
+    """(bool: does it fit, i32[C+1] cuts): each long unit in the same number of parts, one part a CTA; the CTAs that are
+    left share the short units. each, ends: costs of the units, longest first, and their running sum."""
     total, share = ends[-1], ends[-1] / ctas
     long = jnp.sum(2 * each > each[0], dtype=jnp.int32)
     parts, _ = _divmod(ctas, jnp.maximum(long, 1))
@@ -380,8 +384,9 @@ def _kinds(info, cost):
     return share, jnp.sum(jnp.where(first & (rows > SHORT_ROWS), info[:, SEQ], 0))
 
 
-def _keys_pass_through_l2(few, keys, config: GpuKernelConfig):
-    """Do the keys of a prefill exceed L2? A window reads few of them at any time, and decodes share none."""
+def _prefill_exceeds_l2(few, keys, config: GpuKernelConfig):
+    """Do the keys of a prefill exceed L2? A window reads few of them at any time. Not where decodes cost more than FEW,
+    which share no keys, and where config.heads_together already says how heads are taken."""
     if config.heads_together or config.mask.left >= 0 or config.mask.chunk > 0:
         return jnp.bool_(False)
     large = keys.astype(jnp.float32) * (config.key_bytes * config.num_kv_heads) > L2_BYTES

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from jattn import models
-from jattn.engine import admission
+from jattn.engine import construction
 from tests.problem import Problem
 from tests.running import run
 
@@ -28,4 +28,4 @@ def backend_of_engine(deterministic: bool) -> str:
     """The backend of an engine with the model of CONFIG and pages of 16 in bfloat16, on the chip that is detected."""
     config = models.config_of(CONFIG)
     caches = jax.eval_shape(lambda: config.make_caches(8, 16, "bfloat16"))
-    return admission.model_of(config, caches, None, "auto", deterministic).backend
+    return construction.model_of(config, caches, None, "auto", deterministic).backend

@@ -44,6 +44,7 @@ def test_a_case_is_computed_and_compared_with_sdpa(monkeypatch):
 
 def test_one_size_is_changed_at_a_time():
     assert sweep.candidates("decode")[0] == {} and all(len(sizes) < 2 for sizes in sweep.candidates("prefill"))
+    assert sweep.candidates("prefill", ["staged_parts", "block_kv"]) == [{}, dict(staged_parts=True)]
     assert sweep.name_of({}) == "default" and sweep.name_of(dict(block_kv=512)) == "block_kv=512"
 
 

@@ -271,10 +271,10 @@ def test_an_interrupt_between_two_weights_serves_no_key_of_the_old_ones(monkeypa
     prompt = list(range(5, 30))
     served = engine(config)
     served.generate([prompt], params)
-    for name in ("_finish_in_flight", "_restart_unfinished"):
-        real = getattr(served, name)
+    for name in ("finish_in_flight", "restart"):
+        real = getattr(served._loop, name)
         monkeypatch.setattr(
-            served, name, lambda *a, real=real, **k: (signal.raise_signal(signal.SIGINT), real(*a, **k))[1]
+            served._loop, name, lambda *a, real=real, **k: (signal.raise_signal(signal.SIGINT), real(*a, **k))[1]
         )
     cached = served.stats.cached_tokens
     for change in (lambda: served.update_weights(fake.PARAMS), served.sleep, served.wake):
@@ -362,7 +362,7 @@ def test_an_exit_while_dispatches_are_finished_loses_no_request(method, at):
     params = SamplingParams(max_tokens=3, **GREEDY)
     prompts = [[5, 6, 7], [9, 8], [20, 21]]
     ids = [served.add_request(prompt, params) for prompt in prompts]
-    served._send_ahead()
+    served._loop._send_ahead()
     tokenizer.left = at
     with contextlib.suppress(SystemExit):
         getattr(served, method)(*([fake.PARAMS] if method == "update_weights" else []))

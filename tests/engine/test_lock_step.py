@@ -11,7 +11,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from jattn import UnsupportedError, models
-from jattn.engine import LockStepEngine, SamplingParams, admission
+from jattn.engine import LockStepEngine, SamplingParams, construction
 from jattn.engine import processes as rules
 from jattn.engine.processes import Processes
 from jattn.errors import EngineDeadError
@@ -301,6 +301,6 @@ def test_an_address_where_process_0_cannot_listen_is_an_error_before_jax_is_aske
 def test_a_mesh_over_several_processes_needs_the_lock_step():
     devices = np.array([types.SimpleNamespace(process_index=i) for i in range(2)])
     with pytest.raises(UnsupportedError, match="the processes \\[0, 1\\], and an Engine runs in process 0 only"):
-        admission.model_mesh_of(LLAMA, types.SimpleNamespace(devices=devices))
+        construction.model_mesh_of(LLAMA, types.SimpleNamespace(devices=devices))
     with pytest.raises(ValueError, match="must have some of each of the 1"):
-        admission.model_mesh_of(LLAMA, types.SimpleNamespace(devices=devices), spans_processes=True)
+        construction.model_mesh_of(LLAMA, types.SimpleNamespace(devices=devices), spans_processes=True)

@@ -10,7 +10,8 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
-from jattn.text.tokenizer import ByteTokenizer, Detokenizer, find_stop, held_back
+from jattn.text.detokenizer import Detokenizer, find_stop, held_back
+from jattn.text.tokenizer import ByteTokenizer
 
 BYTES = {f"<0x{byte:02X}>": 20 + byte for byte in range(256)}
 WORDS = {"<s>": 0, "<end>": 1, "▁": 2, "▁one": 3, "▁two": 4, "o": 5, "é": 6, "▁€": 7, ".": 8, "▁▁": 9}

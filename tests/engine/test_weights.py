@@ -76,9 +76,9 @@ def test_a_request_under_way_goes_on_with_what_the_new_weights_compute(steps):
     ids = [served.add_request(prompt, params) for prompt in prompts]
     for _ in range(steps):
         served.step()
-    before = {output.id: output.token_ids for output in served._requests.outputs(ids)}
+    before = {output.id: output.token_ids for output in served._loop.requests.outputs(ids)}
     served.update_weights(weights(3))
-    result = {output.id: output.token_ids for output in served._requests.outputs(ids)}
+    result = {output.id: output.token_ids for output in served._loop.requests.outputs(ids)}
     found = {output.id: output.token_ids for output in served.drain()}
     for id, prompt in zip(ids, prompts, strict=True):
         kept = result[id]

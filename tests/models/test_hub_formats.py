@@ -14,8 +14,8 @@ from jattn import models
 from jattn.errors import UnsupportedError
 from jattn.models.checkpoint import Checkpoint
 from jattn.models.families import FAMILIES
-from jattn.models.hub_formats import mxfp4
 from jattn.models.load import stored_weights
+from jattn.models.mxfp4 import mxfp4
 from jattn.nn.weight_spec import weight_path
 from jattn.ops.quantised import QuantisedArray
 from tests.models import examples, tiny
@@ -131,7 +131,8 @@ def test_the_text_of_a_wrapper_may_be_quantised_inside_text_config(tmp_path):
 
 def test_the_order_of_awq_by_hand():
     """Output 1 is at bits 16 to 19 of its word, output 2 at bits 4 to 7."""
-    from jattn.models.hub_formats import METHODS, ConfigReader
+    from jattn.models.config_reader import ConfigReader
+    from jattn.models.hub_formats import METHODS
 
     decoded = METHODS["awq"](ConfigReader(AWQ)).decode(
         np.array([[0x75316420]], np.uint32).view(np.int32), np.array([[0x88888888]], np.uint32).view(np.int32),

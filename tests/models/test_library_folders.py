@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jattn import models
-from jattn.models.hub_formats import METHODS, ConfigReader
+from jattn.models.config_reader import ConfigReader
+from jattn.models.hub_formats import METHODS
 from jattn.ops.quantised import QuantisedArray
 from tests.models import test_hub_formats, witness
 

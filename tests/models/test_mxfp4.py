@@ -9,7 +9,7 @@ import pytest
 
 from jattn import models
 from jattn.errors import UnsupportedError
-from jattn.models.hub_formats import mxfp4
+from jattn.models.mxfp4 import mxfp4
 from tests.models.witness import Example
 
 pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")

@@ -34,7 +34,7 @@ def run(engine, monkeypatch):
     asked = {name: value for name, value in GOOD.items() if name != "prompt"}
     want = engine.generate(GOOD["prompt"], SamplingParams(**asked))[0].text
     yield lambda bodies, seed: fuzz(60, bodies, seed, engine, want)
-    for id in list(engine._requests._requests):  # a mutant may leave some
+    for id in list(engine._loop.requests._requests):  # a mutant may leave some
         engine.abort(id)
     engine.step()
 

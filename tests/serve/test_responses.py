@@ -10,7 +10,7 @@ from jattn.engine import Completion, FinishReason, RequestOutput, SamplingParams
 from jattn.serve.errors import encode
 from jattn.serve.fields import ParsedBody
 from jattn.serve.responses import ResponseBuilder, TextOffsets
-from jattn.text.tokenizer import Detokenizer
+from jattn.text.detokenizer import Detokenizer
 from tests.engine.test_stream_text import KINDS
 from tests.serve.running import serving, wait_until
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jattn.text import ByteTokenizer, ChatTemplate, load_tokenizer
 from jattn.text.chat import load_chat_template
-from jattn.text.tokenizer import Detokenizer, find_stop, held_back
+from jattn.text.detokenizer import Detokenizer, find_stop, held_back
 
 CODE = ByteTokenizer()
 

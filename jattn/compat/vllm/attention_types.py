@@ -1,7 +1,8 @@
 """vLLM's functions for the lengths and the block table of an attention type."""
 
 from jattn.errors.arguments import takes
-from jattn.metadata.batch import ATTENTION_TYPE, BATCH, CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import ATTENTION_TYPE, keys_of, queries_of
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
 from jattn.types import AttentionType
 
 

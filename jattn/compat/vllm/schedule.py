@@ -2,7 +2,8 @@
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import boolean, integer, kind, optional, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, keys_of, queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
 from jattn.metadata.host import array_module
 from jattn.spec import AttentionSpec
 from jattn.types import AttentionType

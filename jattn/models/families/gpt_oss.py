@@ -17,8 +17,8 @@ from jattn.models.families.shared import (
     rope_decoder,
     windows_by_type,
 )  # fmt: skip
-from jattn.models.hub_formats import mxfp4, mxfp4_form
 from jattn.models.moe import MoE
+from jattn.models.mxfp4 import mxfp4, mxfp4_form
 from jattn.models.tensor_names import TensorSource, linear_rows, unchanged
 
 

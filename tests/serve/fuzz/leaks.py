@@ -37,7 +37,7 @@ def find(engine, server, before: dict[str, int]) -> list[str]:
         counts = dict(
             requests=server.loop.num_requests,
             sequences=len(engine.scheduler.running) + len(engine.scheduler.waiting),
-            completions=len(engine._requests) + len(engine._requests.unfinished()),
+            completions=len(engine._loop.requests) + len(engine._loop.requests.unfinished()),
             blocks=engine.stats.cache_usage,
             connections=len(server.server_state.connections),
             requests_in_http=len(server.server_state.tasks),

@@ -1,0 +1,147 @@
+"""Scheme: how a folder stores each quantised Linear module.
+
+It names the tensors that take the place of a module's `weight`, and decodes them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Container
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jattn.models.placing import placed
+from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
+from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, packed, plain
+
+SCALES = ("float16", "bfloat16", "float32")
+"""Dtypes of scales."""
+
+WHOLE = -1
+"""The group size of a config whose groups are all inputs of an output."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """A weight [out, in] as torch orders it: its codes, scales [out, groups] and zero points int8 [out, groups]."""
+
+    codes: np.ndarray  # int8; uint8 of fp8; uint8 0 to 15 of 4 bits
+    scales: np.ndarray
+    zero_points: np.ndarray | None = None
+
+    def check(self, group_size: int | None) -> None:
+        """ValueError unless the shapes fit one another and the group size, and the scales are floats."""
+        codes, scales, zeros = self.codes, self.scales, self.zero_points
+        if codes.ndim != 2 or scales.ndim != 2 or len(codes) != len(scales):
+            raise ValueError(f"codes {codes.shape} and scales {scales.shape} must have equal numbers of outputs")
+        check_groups(scales.shape[1], codes.shape[1], scales.dtype, group_size)
+        if zeros is not None and zeros.shape != scales.shape:
+            raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} must have equal shapes")
+
+
+def check_groups(groups: int, inputs: int, dtype: np.dtype, size: int | None) -> None:
+    """ValueError unless so many inputs can have so many groups of this size, with scales of this dtype.
+
+    size: None: unknown. A group of more inputs than there are has all of them; the last of several must be whole.
+    """
+    if groups < 1 or inputs < 1 or inputs % groups:
+        raise ValueError(f"the number of its groups does not divide the number of its inputs: {groups}, {inputs}")
+    if size is not None and inputs // groups != (inputs if size == WHOLE else min(size, inputs)):
+        raise ValueError(f"its {inputs} inputs have {groups} groups, which do not have group_size={size} inputs each")
+    if dtype.name not in SCALES:
+        raise ValueError(f"scales have dtype {dtype}, which must be one of {', '.join(SCALES)}")
+
+
+class Groups(NamedTuple):
+    """The groups of a stored module, without its codes."""
+
+    number: int  # in each output
+    dtype: np.dtype  # of the scales
+    has_zero_points: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How a folder stores each quantised Linear module."""
+
+    format: str  # of QuantisedArray
+    needed: tuple[str, ...]  # endings of the tensors of a module
+    decode: Callable[..., Decoded]  # of the needed tensors and then the optional ones, None if absent
+    groups: Callable[..., Groups]  # of the number of inputs and the same tensors but for the first, the codes
+    optional: tuple[str, ...] = ()  # endings of tensors that a module may lack
+    ignored_if_zero: tuple[str, ...] = ()  # endings of tensors that may be stored, but only with zeros
+    group_size: int | None = None  # inputs of a group, as the config says; None: it does not
+
+    def sources(self, table: dict[str, TensorSource], stored: Container[str], dtype: Any) -> dict[str, TensorSource]:
+        """The table, with the sources of weights that the folder has in this form replaced."""
+        return {path: self._source(source, stored, dtype) for path, source in table.items()}
+
+    def form(
+        self, source: TensorSource, shape: tuple[int, ...], stored: Container[str], read: Callable[[str], np.ndarray],
+        dtype: Any,
+    ) -> "QuantisedArray | jax.ShapeDtypeStruct | None":  # fmt: skip
+        """A weight of this shape as it is loaded, with shapes for arrays; None if the folder has no codes of it.
+
+        read: reads a tensor by its name. The codes are not read.
+        """
+        names = self._names(source, stored)
+        if names is None or isinstance(source.make, OfNumbers):
+            return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
+        axis = _inputs_axis(source.make)
+        groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
+        check_groups(groups.number, shape[axis], groups.dtype, self.group_size)
+
+        def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:
+            sizes = list(shape)
+            sizes[axis] = inputs
+            return jax.ShapeDtypeStruct(tuple(sizes), dtype)
+
+        is_packed, codes = FORMATS[self.format].bits == 4, {"int8": np.int8, "fp8": np.uint8}
+        values = array(shape[axis] // PACKED, np.uint32) if is_packed else array(shape[axis], codes[self.format])
+        zeros = array(groups.number, np.int8) if groups.has_zero_points else None
+        parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros)
+        return QuantisedArray(**parts, format=self.format, axis=axis, dtype=np.dtype(dtype))
+
+    def _names(self, source: TensorSource, stored: Container[str]) -> list[list[str]] | None:
+        """The names of the tensors of each module of a weight; None if the folder has it in another form."""
+        modules = [name.removesuffix(".weight") for name in source.names if name.endswith(".weight")]
+        names = [[f"{module}.{end}" for end in self.needed + self.optional] for module in modules]
+        is_stored = all(name in stored for each in names for name in each[: len(self.needed)])
+        return names if is_stored and len(modules) == len(source.names) else None
+
+    def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
+        names = self._names(source, stored)
+        if names is None:
+            return source
+        present = tuple(tuple(name in stored for name in each) for each in names)
+        found = tuple(name for each in names for name in each if name in stored)
+        make = self._plain_weight if isinstance(source.make, OfNumbers) else self._weight
+        return TensorSource(found, functools.partial(make, source.make, present, dtype))
+
+    def _plain_weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> np.ndarray:
+        """The same dequantised, of one module."""
+        return make(np.asarray(plain(self._weight(unchanged, present, dtype, *tensors))))
+
+    def _weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> QuantisedArray:
+        """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""
+        left = iter(tensors)
+        modules = [self.decode(*(next(left) if is_there else None for is_there in each)) for each in present]
+        axis = _inputs_axis(make)
+        made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
+        for module in modules:
+            module.check(self.group_size)
+        has_zeros = {module.zero_points is not None for module in modules}
+        if len(has_zeros) > 1:
+            raise ValueError("some of its modules have zero points, and some have none")
+        codes, zeros = made("codes"), made("zero_points") if has_zeros.pop() else None
+        values = packed(codes, axis) if self.format in ("int4", "fp4") else codes
+        return QuantisedArray(
+            values=values, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
+            dtype=np.dtype(dtype),
+        )  # fmt: skip
+
+
+def _inputs_axis(make: Callable) -> int:
+    """The axis of the inputs of a weight; a table of embeddings stays [rows, inputs]."""
+    return -1 if make is unchanged else -2

@@ -1,0 +1,38 @@
+"""MXFP4: weights of 4-bit floats with a power of two for every 32 of them, as folders of the hub store them."""
+
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jattn.models.placing import placed
+from jattn.ops.quantised import PACKED, PLACES, QuantisedArray
+
+
+def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedArray:
+    """Some outputs of blocks u8[experts, out, groups, 16] and scales u8[experts, out, groups]; kept packed.
+
+    MXFP4: 4-bit floats, two in a byte with the first in the low bits, and a power of two for every 32 of them.
+    """
+    exponents = scales[:, outputs]
+    if blocks.shape != (*scales.shape, 16) or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
+        raise ValueError("blocks must be uint8[experts, outputs, groups, 16], scales uint8[experts, outputs, groups]")
+    if (exponents == 255).any():
+        raise ValueError("a scale of 255 is not a number")
+    stored = np.ascontiguousarray(blocks[:, outputs]).view("<u4").reshape(*exponents.shape[:2], -1)
+    words = np.zeros_like(stored)  # of eight inputs, in the order of PLACES
+    for i, place in enumerate(PLACES):
+        words |= (stored >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * place)
+    of_bits = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)  # 2 ** -127 is subnormal
+    turned = lambda x: placed(x.swapaxes(1, 2), None)
+    powers = turned(of_bits.view(ml_dtypes.bfloat16))
+    return QuantisedArray(values=turned(words), scales=powers, format="fp4", dtype=np.dtype(ml_dtypes.bfloat16))
+
+
+def mxfp4_form(shape: tuple[int, ...]) -> QuantisedArray:
+    """What `mxfp4` makes of a weight of this shape [experts, inputs, outputs], with shapes for arrays."""
+    experts, inputs, outputs = shape
+    array: Any = lambda per, dtype: jax.ShapeDtypeStruct((experts, inputs // per, outputs), dtype)
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    return QuantisedArray(values=array(PACKED, np.uint32), scales=array(32, dtype), format="fp4", dtype=dtype)
