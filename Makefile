@@ -42,12 +42,12 @@ demo: $(or $(wildcard $(READY)),$(DEMO))  ## compare every backend with numpy, t
 	@"$(PY)" -m jattn demo $(ARGS)
 
 # Figures of two cores without a cache of compiled programs. tests/quick.py chooses the quick subset.
-WHOLE := the whole suite, about 9000 tests, about 45 minutes on two cores
+WHOLE := the whole suite, about 9000 tests, about 50 minutes on two cores
 QUICK := the quick subset, about 2000 tests, about 3 minutes on two cores
 QUICK_ARGS := -m quick $$("$(PY)" -m tests.quick)
 SUITE  = $(if $(ARGS),$(if $(filter-out quick,$(ARGS)),pytest $(ARGS),$(QUICK)),$(WHOLE); for a subset in 3 minutes: make test ARGS=quick)
 
-test: $(READY)  ## the whole suite (45 minutes on two cores); ARGS=quick: a subset (3 minutes); ARGS='-k window'
+test: $(READY)  ## the whole suite (50 minutes on two cores); ARGS=quick: a subset (3 minutes); ARGS='-k window'
 	$(info On $(WORKERS) workers: $(SUITE).)
 	@$(KEEP) "$(PY)" -m pytest -n $(WORKERS) --dist worksteal $(if $(filter-out quick,$(ARGS)),$(ARGS),$(if $(ARGS),$(QUICK_ARGS)))
 
