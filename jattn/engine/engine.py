@@ -123,6 +123,7 @@ class Engine:
         self.scheduler = data_ranks.scheduler_of(self.limits, self.tables)
         self._requests, self._stats = LiveRequests(), Stats()
         self._unreturned: list[RequestOutput] = []  # the next step returns them with its own outputs
+        self._late_aborts: list[str] = []  # requests that a tokenizer aborted while text is read
         self._prefix_rule = rule
         self._flights = Flights(self.runner, config.eos_token_ids, rule)
         self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
@@ -315,10 +316,16 @@ class Engine:
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
-        """End a request and free its blocks at once; returns False if there is no such request."""
+        """End a request and free its blocks at once; returns False if there is no such request.
+
+        Called by a tokenizer, from its decode: once the text of the step is read, if the request has not ended then.
+        """
         request = self._requests.get(request_id) if isinstance(request_id, str) else None
         if request is None:
             return False
+        if self._requests.is_reading:
+            self._late_aborts.append(request_id)
+            return True
         for completion in request.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = FinishReason.ABORT
@@ -410,6 +417,10 @@ class Engine:
         except BaseException:  # e.g. SystemExit of a callback: the rows of this step are computed again later
             self._unreturned += self._restart_unfinished(new_caches=True)
             raise
+        finally:
+            late, self._late_aborts = self._late_aborts, []
+            for id in late:
+                self.abort(id)
 
     def _contain(self, error: Exception) -> list[RequestOutput]:
         """Fail the rows of the step that raised. All other sequences are computed again, in new caches."""
