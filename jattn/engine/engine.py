@@ -266,6 +266,7 @@ class Engine:
     def _take_step(self) -> None:
         """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
         device.check_context(PLACES)
+        self._must_not_read("step()")
         self.runner.must_be_awake("step()")
         with turns.short:
             self._contained(self._advance)
@@ -377,6 +378,7 @@ class Engine:
         Running requests keep their tokens; their keys and values are computed again with the new weights. The new
         weights are copied first, so the device needs memory for both.
         """
+        self._must_not_read("update_weights()")
         self.runner.must_be_awake("update_weights()")
         mesh = self.runner.model.model_mesh
         exchange = self.runner.update(admission.with_heads_apart(self.config, params, mesh)[1])
@@ -390,6 +392,7 @@ class Engine:
 
         Requests may be added and aborted while the engine sleeps. They continue after wake().
         """
+        self._must_not_read("sleep()")
         self.runner.must_be_alive()
         if not self.runner.is_asleep:
             self._finish_in_flight()
@@ -401,6 +404,10 @@ class Engine:
         """Put the weights and empty caches on the device again, after sleep()."""
         self.runner.must_be_alive()
         self.runner.wake()
+
+    def _must_not_read(self, method: str) -> None:
+        if self._requests.is_reading:
+            raise RuntimeError(f"{method} was called from a tokenizer's decode, in the middle of a step: call it later")
 
     def _finish_in_flight(self) -> None:
         """Read all dispatches that were sent."""

@@ -247,3 +247,26 @@ def test_a_tokenizer_may_abort_any_request_of_the_step_that_it_reads(reads, coun
     stats = served.stats
     assert stats.failed == bool(failed) and stats.finished + stats.aborted + stats.failed == 2
     assert stats.running == stats.waiting == 0
+
+
+@pytest.mark.parametrize("method", ["step", "sleep", "update_weights", "generate"])
+def test_a_tokenizer_cannot_take_a_step_within_a_step(method):
+    """It lost the text of the requests that were read. The tokenizer's own request fails, and the log says why."""
+
+    class Calling(ByteTokenizer):
+        def decode(self, token_ids):
+            if hooks:
+                hooks.pop()()
+            return super().decode(token_ids)
+
+    hooks, served = [], engine(tokenizer=Calling(num_special=2))
+    calls = dict(
+        step=served.step, sleep=served.sleep, update_weights=lambda: served.update_weights(fake.PARAMS),
+        generate=lambda: served.generate([[9]], SamplingParams(max_tokens=2, **GREEDY)),
+    )  # fmt: skip
+    first, second = (served.add_request(prompt, SamplingParams(max_tokens=7, **GREEDY)) for prompt in ([5, 6], [7, 8]))
+    hooks.append(calls[method])
+    found = {output.id: output for output in served.drain()}
+    assert "RuntimeError" in found[first].error
+    assert found[second].token_ids == answer([7, 8], 7)
+    assert found[second].text == ByteTokenizer(num_special=2).decode(answer([7, 8], 7))
