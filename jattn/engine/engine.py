@@ -249,13 +249,17 @@ class Engine:
     def _take_step(self) -> None:
         """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
         device.check_context(PLACES)
+        self._loop.must_not_read("step()")
         self.runner.must_be_awake("step()")
         with turns.short:
             self._loop.step()
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
-        """End a request and free its blocks at once; returns False if there is no such request."""
+        """End a request and free its blocks at once; returns False if there is no such request.
+
+        Called by a tokenizer, from its decode: once the text of the step is read, if the request has not ended then.
+        """
         request = self._loop.requests.get(request_id) if isinstance(request_id, str) else None
         if request is not None:
             self._loop.abort(request)
@@ -306,6 +310,7 @@ class Engine:
         Running requests keep their tokens; their keys and values are computed again with the new weights. The new
         weights are copied first, so the device needs memory for both.
         """
+        self._loop.must_not_read("update_weights()")
         self.runner.must_be_awake("update_weights()")
         mesh = self.runner.model.model_mesh
         exchange = self.runner.update(construction.with_separate_qkv(self.config, params, mesh)[1])
@@ -319,6 +324,7 @@ class Engine:
 
         Requests may be added and aborted while the engine sleeps. They continue after wake().
         """
+        self._loop.must_not_read("sleep()")
         self.runner.must_be_alive()
         if not self.runner.is_asleep:
             self._loop.finish_in_flight()

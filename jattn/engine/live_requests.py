@@ -72,8 +72,8 @@ class LiveRequests:
                 self.drop(self._requests[id])
 
     def drop_ended(self) -> None:
-        """`drop_finished` of the requests that the last dispatch ended, unless they were aborted since."""
-        self.drop_finished([id for id in dict.fromkeys(self._accepted.ended) if id in self._requests])
+        """`drop_finished` of the requests that the last dispatch ended."""
+        self.drop_finished(dict.fromkeys(self._accepted.ended))
         self._accepted.ended.clear()
 
     def count_plan(self, plan: StepPlan) -> Counter[str]:
@@ -123,23 +123,24 @@ class LiveRequests:
         unread = accepted.unread
         while unread:
             completion, new = unread[0]  # removed once it is read: see take_back_unread
-            if not self._serves(completion):  # aborted since
-                unread.popleft()
-                continue
-            had_ended = completion.finish_reason is not None
+            before = completion.finish_reason
             try:
                 count += completion.read_text(new)
             except Exception as error:
                 completion.fail_internally(error)
-            if completion.finish_reason is not None and not had_ended and self._serves(completion):
-                accepted.end(completion, scheduler)  # its tokenizer may have aborted it, which did the same
+            if before is not None:
+                accepted.recount(before, completion)
+            elif completion.finish_reason is not None:
+                accepted.end(completion, scheduler)
             unread.popleft()
             changed[completion.request_id] = None
         accepted.counts["output_tokens"] += count
-        return [id for id in changed if id in self._requests], accepted.counts  # a tokenizer may have aborted some
+        return list(changed), accepted.counts
 
-    def _serves(self, completion: CompletionState) -> bool:
-        return self._completions.get(completion.seq.id) is completion
+    @property
+    def is_reading(self) -> bool:
+        """Is text being decoded? Then a tokenizer calls, and requests must not be dropped."""
+        return bool(self._accepted.unread)
 
     def take_back_unread(self) -> None:
         """After an exception: remove the accepted tokens whose text was not read. They are computed again."""
@@ -158,10 +159,18 @@ class Accepted:
 
     def end(self, completion: CompletionState, scheduler: AnyScheduler) -> None:
         """Free the blocks of a completion that has ended, and count it."""
-        failed = completion.finish_reason is FinishReason.ERROR
-        scheduler.remove(completion.seq, trusted=not failed)
-        self.counts["failed" if failed else "finished"] += 1
+        scheduler.remove(completion.seq, trusted=completion.finish_reason is not FinishReason.ERROR)
+        self.counts[_counter(completion.finish_reason)] += 1
         self.ended.append(completion.request_id)
+
+    def recount(self, before: FinishReason, completion: CompletionState) -> None:
+        """Count a completion that had ended as its text left it: reading it may fail."""
+        self.counts[_counter(before)] -= 1
+        self.counts[_counter(completion.finish_reason)] += 1
+
+
+def _counter(reason: FinishReason | None) -> str:
+    return "failed" if reason is FinishReason.ERROR else "finished"
 
 
 def _accept_row(

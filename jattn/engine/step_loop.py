@@ -33,6 +33,7 @@ class StepLoop:
         self.scheduler = data_ranks.scheduler_of(limits, self.tables)
         self.requests, self.counters = LiveRequests(), Stats()
         self.outputs: list[RequestOutput] = []  # not returned yet
+        self._late_aborts: list[Request] = []  # a tokenizer aborted them while text was read
         self.flights = flights
         self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
 
@@ -68,7 +69,10 @@ class StepLoop:
             self.scheduler.add(completion.seq)
 
     def abort(self, request: Request) -> None:
-        """End a request and free its blocks at once."""
+        """End a request and free its blocks at once; while text is read, once the step is read."""
+        if self.requests.is_reading:
+            self._late_aborts.append(request)
+            return
         for completion in request.completions:
             if completion.finish_reason is None:
                 completion.finish_reason = FinishReason.ABORT
@@ -76,6 +80,11 @@ class StepLoop:
                 self.count(aborted=1)
         self.outputs.append(request.output())
         self.requests.drop(request)
+
+    def must_not_read(self, method: str) -> None:
+        """RuntimeError while text is read: a tokenizer calls this method from its decode."""
+        if self.requests.is_reading:
+            raise RuntimeError(f"{method} was called from a tokenizer's decode, in the middle of a step: call it later")
 
     def step(self) -> None:
         """Take one step, and keep its outputs in `outputs`."""
@@ -144,6 +153,11 @@ class StepLoop:
         except BaseException:  # e.g. SystemExit of a callback: the rows of this step are computed again later
             self.outputs += self._restart_unfinished(new_caches=True)
             raise
+        finally:
+            late, self._late_aborts = self._late_aborts, []
+            for request in late:
+                if self.requests.get(request.id) is request:
+                    self.abort(request)
 
     def _contain(self, error: Exception) -> list[RequestOutput]:
         """Fail the rows of the step that raised. All other sequences are computed again, in new caches."""

@@ -206,21 +206,67 @@ def test_a_tokenizer_that_aborts_another_request_fails_none(is_read):
     assert served.stats.failed == 0
 
 
-@pytest.mark.parametrize("raises", [False, True], ids=["goes on", "raises"])
+@pytest.mark.parametrize("raises", [None, RuntimeError, SystemExit])
 @pytest.mark.parametrize("count", [1, 9], ids=["its last token", "not its last"])
-def test_a_tokenizer_that_aborts_the_request_that_it_reads_fails_none(raises, count):
+@pytest.mark.parametrize("reads", ["gone", "kept"])
+def test_a_tokenizer_may_abort_any_request_of_the_step_that_it_reads(reads, count, raises):
+    """Also the request that it reads. An output has all of its text: the abort waits until the step is read."""
+
     class Aborting(ByteTokenizer):
         def decode(self, token_ids):
-            if steps and served.abort("gone") and raises:
-                raise RuntimeError("after the abort")
+            if hooks and token_ids[-1] not in (6, 8) and (token_ids[:2] == [7, 8]) == (reads == "gone"):
+                hooks.clear()
+                assert served.abort("gone") and served.abort("gone") and not served.abort("nobody")
+                if raises:
+                    raise raises("after the abort")
             return super().decode(token_ids)
 
-    steps, served = [], engine(tokenizer=Aborting(num_special=2))
-    for id, prompt, most in (("gone", [7, 8], count), ("kept", [5, 6], 4)):
+    code, hooks = ByteTokenizer(num_special=2), []
+    served = engine(tokenizer=Aborting(num_special=2))
+    for id, prompt, most in (("kept", [5, 6], 4), ("gone", [7, 8], count)):
         served.add_request(prompt, SamplingParams(max_tokens=most, **GREEDY), request_id=id)
-    steps.append(1)
-    found = {output.id: output for output in served.drain()}
-    assert found["kept"].token_ids == answer([5, 6], 4)
-    assert found["gone"].finish_reason == ("abort" if count > 1 else "length")
+    hooks.append(1)
+    found, told = {}, []
+    while served.has_work:
+        try:
+            outputs = served.step()
+        except SystemExit:
+            continue
+        told += [output.id for output in outputs if output.id in found]
+        found |= {output.id: output for output in outputs if output.finished}
+    assert not hooks and not told, "nothing is told of a request that has ended"
+    failed = reads if raises is RuntimeError else None
+    for id, prompt, most in (("kept", [5, 6], 4), ("gone", [7, 8], count)):
+        output = found[id]
+        if id == failed:
+            assert output.finish_reason == "error"
+            continue
+        assert output.token_ids == answer(prompt, most)[: len(output.token_ids)]
+        assert output.text == code.decode(output.token_ids)
+        assert output.finish_reason in (("length",) if id == "kept" else ("length", "abort"))
     stats = served.stats
-    assert stats.failed == 0 and stats.finished + stats.aborted == 2 and stats.cache_usage == 0
+    assert stats.failed == bool(failed) and stats.finished + stats.aborted + stats.failed == 2
+    assert stats.running == stats.waiting == 0
+
+
+@pytest.mark.parametrize("method", ["step", "sleep", "update_weights", "generate"])
+def test_a_tokenizer_cannot_take_a_step_within_a_step(method):
+    """It lost the text of the requests that were read. The tokenizer's own request fails, and the log says why."""
+
+    class Calling(ByteTokenizer):
+        def decode(self, token_ids):
+            if hooks:
+                hooks.pop()()
+            return super().decode(token_ids)
+
+    hooks, served = [], engine(tokenizer=Calling(num_special=2))
+    calls = dict(
+        step=served.step, sleep=served.sleep, update_weights=lambda: served.update_weights(fake.PARAMS),
+        generate=lambda: served.generate([[9]], SamplingParams(max_tokens=2, **GREEDY)),
+    )  # fmt: skip
+    first, second = (served.add_request(prompt, SamplingParams(max_tokens=7, **GREEDY)) for prompt in ([5, 6], [7, 8]))
+    hooks.append(calls[method])
+    found = {output.id: output for output in served.drain()}
+    assert "RuntimeError" in found[first].error
+    assert found[second].token_ids == answer([7, 8], 7)
+    assert found[second].text == ByteTokenizer(num_special=2).decode(answer([7, 8], 7))
