@@ -1,4 +1,4 @@
-"""Of a sampled file, every n-th test of each function is left to a commit; other files are left as they are."""
+"""Of a sampled file a commit passes the first test of each function and some of the others; other files are whole."""
 
 from pathlib import Path
 
@@ -10,8 +10,9 @@ from tests import sampled
 class Item:
     """What pytest passes, as far as it is read."""
 
-    def __init__(self, file: str, name: str):
-        self.path, self.originalname, self.markers = Path(file), name, list[str]()
+    def __init__(self, file: str, function: str, parameter: int = 0):
+        self.path, self.originalname, self.name = Path(file), function, f"{function}[{parameter}]"
+        self.markers = list[str]()
 
     def get_closest_marker(self, name: str) -> bool:
         return name in self.markers
@@ -20,26 +21,29 @@ class Item:
         self.markers.append(mark.name)
 
 
-def slow(items: list[Item]) -> list[bool]:
+def runs(items: list[Item]) -> list[bool]:
     sampled.mark(items, Path("."))  # pyright: ignore[reportArgumentType]
-    return [bool(item.markers) for item in items]
+    return [not item.markers for item in items]
 
 
-def test_every_nth_test_of_each_function_runs(monkeypatch):
-    monkeypatch.setattr(sampled, "EVERY", {"a.py": 3})
-    of_two_functions = [Item("a.py", name) for name in "ffffgff"]
-    assert slow(of_two_functions) == [False, True, True, False, False, True, True]
-    assert slow([Item("b.py", "f"), Item("b.py", "f")]) == [False, False]
+def test_the_first_of_each_function_runs_and_about_one_in_n_of_the_others(monkeypatch):
+    monkeypatch.setattr(sampled, "ONE_IN", {"a.py": 4})
+    chosen = {name: runs([Item("a.py", name, i) for i in range(400)]) for name in "fg"}
+    assert all(each[0] and 60 < sum(each) < 140 for each in chosen.values())
+    assert chosen["f"] == runs([Item("a.py", "f", i) for i in range(400)]), "another choice at another time"
+    for alternating in (2, 3, 4):
+        assert all(sum(chosen["f"][i::alternating]) > 10 for i in range(alternating))
+    assert all(runs([Item("b.py", "f", i) for i in range(9)]))
 
 
-def test_a_test_that_is_slow_anyway_takes_no_place_of_another(monkeypatch):
-    monkeypatch.setattr(sampled, "EVERY", {"a.py": 2})
-    items = [Item("a.py", "f") for _ in range(3)]
+def test_a_test_that_is_slow_anyway_stays_so_and_is_not_the_first(monkeypatch):
+    monkeypatch.setattr(sampled, "ONE_IN", {"a.py": 10**9})
+    items = [Item("a.py", "f", i) for i in range(3)]
     items[0].add_marker(pytest.mark.slow)
-    assert slow(items) == [True, False, True]
+    assert runs(items) == [False, True, False]
 
 
 def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(sampled, "EVERY", {"tests/gone.py": 2})
+    monkeypatch.setattr(sampled, "ONE_IN", {"tests/gone.py": 2})
     with pytest.raises(pytest.UsageError, match="tests/gone.py"):
         sampled.check(tmp_path)
