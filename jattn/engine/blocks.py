@@ -59,9 +59,10 @@ class BlockPool:
             raise CacheFullError(f"{count} blocks requested, {len(self._free)} of {self.num_blocks - 1} free")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self.evictions += block in self._hash_of
-            self.forget(block)
             self._holders[block] = 1
+            if block in self._hash_of:
+                self.evictions += 1
+                self.forget(block)
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:

@@ -125,9 +125,9 @@ ROW_AXES = RowState(last=0, remaining=0, recent=1)  # pyright: ignore[reportArgu
 
 
 def empty_row_state(num_rows: int) -> RowState:
-    """The state before the first dispatch. num_rows: of the largest batch."""
-    none = jnp.zeros(num_rows, jnp.int32)
-    return RowState(last=none, remaining=none, recent=jnp.full((MAX_STEPS, num_rows), NOT_SAMPLED, jnp.int32))
+    """The state before the first dispatch. num_rows: of the largest batch. Its arrays can be donated: each its own."""
+    none = lambda: jnp.zeros(num_rows, jnp.int32)
+    return RowState(last=none(), remaining=none(), recent=jnp.full((MAX_STEPS, num_rows), NOT_SAMPLED, jnp.int32))
 
 
 @functools.cache
@@ -143,7 +143,7 @@ def _num_tokens(tree: PackedTree) -> int:
     num_tokens=lambda model, params, caches, before, packed: _num_tokens(packed.tree),
     is_on_mesh=lambda model, *_: model.model_mesh is not None and model.model_mesh.mesh.size > 1,
     static_argnames="model",
-    donate_argnames="caches",
+    donate_argnames=("caches", "before"),
 )
 def dispatch(model: Model, params, caches, before: RowState, packed: Packed):
     """(caches, Sampled with a first axis of MAX_STEPS, RowState).

@@ -222,7 +222,9 @@ class Engine:
         if self._is_taken(id):
             raise ValueError(f"request {id!r} is still running; choose another id")
         self._loop.count(requests=1)
-        tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
+        tokens, words, wrong = admission.check(
+            prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt
+        )
         if wrong:
             self._loop.outputs.append(admission.refused(id, tokens, wrong))
             self._loop.count(failed=1)
@@ -230,7 +232,10 @@ class Engine:
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         self._next_seq_id += 1
         root = admission.root_hash_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
-        seqs = [Sequence(f"{self._next_seq_id}.{i}", tokens, params, seed_of(seed, i), root) for i in range(params.n)]
+        seqs = [
+            Sequence(f"{self._next_seq_id}.{i}", tokens, params, seed_of(seed, i), root, prompt_words=words)
+            for i in range(params.n)
+        ]
         eos = self.config.eos_token_ids
         request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], self.tokenizer)
         self._loop.add(request)  # last, because the lines before may raise

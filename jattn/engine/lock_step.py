@@ -93,7 +93,7 @@ class LockStepEngine(Engine):
         self._must_lead("add_request()")
         params = SamplingParams() if params is None else params
         id = self._new_id() if request_id is None else request_id
-        tokens, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
+        tokens, _, wrong = admission.check(prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt)
         if wrong or not isinstance(id, str) or not id or self._is_taken(id):
             # a wrong request gets its error here and is not published
             return super().add_request(prompt, params, request_id=id, salt=salt)

@@ -41,9 +41,11 @@ class Sequence:
     max_len: int = 0  # tokens of prompt and output at most; set when it is queued
     data_rank: int = 0  # of the devices that have its blocks, see data_ranks.py
     rules: bytes = b""  # its sampling rules for the device, see rules.py; empty until it is computed first
+    prompt_words: array = dataclasses.field(default_factory=lambda: array("i"))  # the prompt in words of 32 bits
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+        self.prompt_words = self.prompt_words or array("i", self.prompt)
 
     @property
     def num_missing(self) -> int:
@@ -55,14 +57,10 @@ class Sequence:
         """The most tokens that it may still generate, without those that are being sampled."""
         return self.max_len - len(self.tokens) - self.num_ahead
 
-    @functools.cached_property
-    def _prompt_words(self) -> array:
-        return array("i", self.prompt)
-
     def words(self, start: int, end: int) -> array:
-        """tokens[start:end] as numbers of 32 bits. The prompt is converted once, and then only copied."""
+        """tokens[start:end] in words of 32 bits."""
         if end <= len(self.prompt):
-            return self._prompt_words[start:end]
+            return self.prompt_words[start:end]
         return array("i", self.tokens[start:end])
 
     @property

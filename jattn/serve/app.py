@@ -90,7 +90,7 @@ class _Handlers(Handlers):
         engine, prompts = self.engine, []
         for prompt in parsed.prompts:
             vocab_size = engine.config.vocab_size
-            tokens, problems = admission.check(prompt, parsed.params, engine.tokenizer, vocab_size, engine.limits)
+            tokens, _, problems = admission.check(prompt, parsed.params, engine.tokenizer, vocab_size, engine.limits)
             if problems:
                 argument = next(iter(problems))
                 param = prompt_field if argument == "prompt" else argument

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import jax
 import pytest
 
 from jattn import models
@@ -134,3 +135,15 @@ def test_after_ctrl_c_no_other_program_is_compiled_and_the_engine_still_serves(m
         assert len(compiled) == 1
     (output,) = made.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=2))
     assert len(output.token_ids) == 2
+
+
+def test_a_dispatch_takes_caches_and_row_state_in_place():
+    """On a GPU, a row state with an address of its own costs 0.9 ms a dispatch: the CUDA graph is updated."""
+    served = engine()
+    served.warmup()
+    runner = served.runner
+    before = jax.tree.leaves((runner._caches, runner._row_state))
+    served.generate([[5, 6, 7]], SamplingParams(max_tokens=2, temperature=0))
+    assert all(leaf.is_deleted() for leaf in before)
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._row_state)]
+    assert len(set(places)) == len(places)
