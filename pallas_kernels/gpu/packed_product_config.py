@@ -152,7 +152,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
 
 WARPS = ((4, 2), (1, 8), (1, 16), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1))
 """Side by side, and along the inner dimension. With 16 rows a thread needs more than 128 registers unless its CTA has
-512 threads. Of 8-bit codes four warps side by side read 256 bytes of a row; fewer were slower."""
+512 threads. Of 8-bit codes two warps side by side read 128 bytes of a row; one alone was slower."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,10 +168,14 @@ def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductCo
 
 def _ways(base: PackedProductConfig, unroll: int, chip: str):
     """Every division of the work that the kernel serves."""
-    depth = (8 if base.tile_rows == 8 else 6) // unroll if BITS.get(base.format) == 4 else 2
+    is_four = BITS.get(base.format) == 4
     for across, along in WARPS:
-        if base.tile_rows == 16 and across * along < MAX_WARPS or BITS.get(base.format) == 8 and across < 4:
+        if base.tile_rows == 16 and across * along < MAX_WARPS or not is_four and across < 2:
             continue
+        if is_four:
+            depth = (8 if base.tile_rows == 8 else 6) // unroll
+        else:  # with 2, a thread that scales each group needs more than the 128 registers of two CTAs on an SM
+            depth = 2 if across * along == MAX_WARPS and not base.is_whole else 1
         for splits in range(1, MAX_SPLITS + 1):
             way = dataclasses.replace(base, unroll=unroll, depth=depth, across=across, along=along, splits=splits)
             if not supports(way, chip=chip):
