@@ -83,10 +83,10 @@ def chip_name() -> str:
 def chip_folder() -> str:
     """The folder of this machine's records: nvidia_h200, amd_zen5."""
     if device.detect().platform != "cpu":
-        return _slug(chip_name())
+        return device.slug(chip_name())
     found = tuple(_cpuinfo(name) for name in ("vendor_id", "cpu family", "model"))
     known = CPU_FAMILIES.get(found) or CPU_FAMILIES.get(found[:2])
-    return known or _slug("_".join(part for part in found if part) or platform.machine())
+    return known or device.slug("_".join(part for part in found if part) or platform.machine())
 
 
 def _cpuinfo(name: str) -> str:
@@ -94,7 +94,3 @@ def _cpuinfo(name: str) -> str:
     path = pathlib.Path("/proc/cpuinfo")
     found = re.search(rf"^{name}\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else None
     return found.group(1) if found else ""
-
-
-def _slug(name: str) -> str:
-    return re.sub(r"\W+", "_", name.lower()).strip("_")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -70,6 +71,17 @@ def check_context(what: str) -> None:
 def processors() -> int | None:
     """Multiprocessors of JAX's default device; None if it is not a GPU, or does not tell."""
     return getattr(devices()[0], "core_count", None) if detect().platform == "gpu" else None
+
+
+@functools.cache
+def card() -> str:
+    """JAX's default GPU as files are named after it: nvidia_h200; "" if the default device is not a GPU."""
+    return slug(devices()[0].device_kind) if detect().platform == "gpu" else ""
+
+
+def slug(name: str) -> str:
+    """The name in small letters, digits and underscores."""
+    return re.sub(r"\W+", "_", name.lower()).strip("_")
 
 
 MAX_PEERS = 8

@@ -18,6 +18,7 @@ import numpy as np
 
 from benchmarks import records
 from benchmarks.gpu import cases, cupti
+from jattn import device
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.token_ranges import token_ranges
@@ -48,7 +49,8 @@ def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
         chip = "sm_90"
     config = functools.partial(warp_config, chip=chip, processors=processors)
     if chip is None:
-        config = functools.partial(default_config, keys=-(-int(case.seq_lens.max()) // case.page) * case.page)
+        keys = -(-int(case.seq_lens.max()) // case.page) * case.page
+        config = functools.partial(default_config, keys=keys, card=device.card())
     longest = int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads)
     return config(
         rows=None if options.pop("any_rows", False) else longest,

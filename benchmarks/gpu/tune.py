@@ -3,8 +3,9 @@
     python -m jattn bench --tune [--out FILE]
 
 Every candidate that fits is checked against numpy float64 and timed. It replaces the choice of
-`tile_policy.largest_tiles` only if it is at least 1 % faster. About three minutes. On a card without wgmma the table is
-that of the warp-level kernel (tile_policy_sm80.py) for the card's chip, pallas_kernels/tuning/sm_86.json; about ten
+`tile_policy.largest_tiles` only if it is at least 1 % faster. About three minutes. Each Hopper card has a table of its
+own, as pallas_kernels/tuning/nvidia_h200.json; a card without one takes the H200's. On a card without wgmma the table
+is that of the warp-level kernel (tile_policy_sm80.py) for the card's chip, pallas_kernels/tuning/sm_86.json; about ten
 minutes. --chip sm_86 tunes that kernel on a Hopper card, to try the command.
 """
 
@@ -23,7 +24,7 @@ from jattn.backends.gpu_kernel import config_reasons
 from pallas_kernels.gpu import tile_policy, tile_policy_sm80
 from pallas_kernels.gpu.config_sm80 import CHIPS
 
-FILE = pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels" / "tuning" / "nvidia_h200.json"
+FOLDER = pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels" / "tuning"
 DIMS = ((64, 64), (128, 128), (256, 256))
 LENGTHS = {"few": ((1, 4096),) * 64, "narrow": ((1, 4096),) * 64, "long": ((4096, 4096),)}
 KINDS = {"bfloat16": ("few", "long"), "float8_e4m3fn": ("narrow", "long")}
@@ -44,8 +45,11 @@ def shapes(kinds: dict[str, tuple[str, ...]]) -> list[tuple[cases.KernelCase, st
 class Hopper:
     """block_kv and stages of the Hopper kernel."""
 
-    kinds, path = KINDS, FILE
+    kinds = KINDS
     note = "block_kv and stages by measurement; gpu/tile_policy.py has a rule for other shapes"
+
+    def __init__(self):
+        self.path = FOLDER / f"{device.card()}.json"
 
     def rule(self, case: cases.KernelCase) -> dict[str, int]:
         """The tiles for shapes that the table lacks."""

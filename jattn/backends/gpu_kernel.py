@@ -46,7 +46,8 @@ def kernel_config(
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
     config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation)
     if by_wgmma(chip, cache_spec.block_size):
-        config_of = functools.partial(default_config, keys=keys, **(dict(whole_units=True) if invariant else {}))
+        units = dict(whole_units=True) if invariant else {}
+        config_of = functools.partial(default_config, keys=keys, card=device.card(), **units)
     return config_of(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,

@@ -46,32 +46,33 @@ class TileRequest:
     rows: int | None  # upper bound of every request's packed rows (new tokens * group); None: unknown
     decided: frozenset[str]  # fields that the caller or an earlier policy decided
     keys: int | None = None  # upper bound of every request's keys; None: unknown
+    card: str = ""  # whose table of tiles is used, e.g. "nvidia_h200"; H200_TABLE if it has none
 
 
-def default_config(*, rows: int | None = None, keys: int | None = None, **fields) -> GpuKernelConfig:
+def default_config(*, rows: int | None = None, keys: int | None = None, card: str = "", **fields) -> GpuKernelConfig:
     """The config with these fields; POLICIES choose the others. Not checked (see supports.py).
 
     rows, keys: upper bounds of every request's packed rows (new tokens * group) and keys, if they are known. Few rows
-    have tiles of their own; units of few keys are not cut.
+    have tiles of their own; units of few keys are not cut. card: see TileRequest.
     """
-    return _chosen(POLICIES, rows, keys, tuple(fields.items()))
+    return _chosen(POLICIES, rows, keys, card, tuple(fields.items()))
 
 
 @functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
 def _chosen(
-    policies: tuple[Callable, ...], rows: int | None, keys: int | None, fields: tuple[tuple[str, Any], ...]
+    policies: tuple[Callable, ...], rows: int | None, keys: int | None, card: str, fields: tuple[tuple[str, Any], ...]
 ) -> GpuKernelConfig:
     config, decided = GpuKernelConfig(**dict(fields)), frozenset(name for name, _ in fields)
     for policy in policies:
-        chosen = policy(TileRequest(config, rows, decided, keys))
+        chosen = policy(TileRequest(config, rows, decided, keys, card))
         chosen = {name: value for name, value in chosen.items() if name not in decided}
         config, decided = dataclasses.replace(config, **chosen), decided | chosen.keys()
     return config
 
 
-def make_config(*, rows: int | None = None, keys: int | None = None, **fields) -> GpuKernelConfig:
+def make_config(**fields) -> GpuKernelConfig:
     """default_config, or NotImplementedError with every reason why the kernel cannot serve it."""
-    config = default_config(rows=rows, keys=keys, **fields)
+    config = default_config(**fields)
     if reasons := supports(config):
         raise NotImplementedError("; ".join(reasons))
     return config
@@ -156,7 +157,7 @@ def measured_tiles(request: TileRequest) -> dict[str, Any]:
     if c.token_scales or c.compute_dtype is not None:  # not measured
         return {}
     kind = "narrow" if c.narrow_rows else "few" if _is_few(request) else "long"
-    return measured_table().get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
+    return measured_table(request.card).get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
 
 
 def largest_tiles(request: TileRequest) -> dict[str, Any]:
@@ -191,13 +192,17 @@ POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
 )
 
 
+H200_TABLE = "nvidia_h200"
+
+
 @functools.cache
-def measured_table() -> dict[tuple[int, int, str, str], dict[str, int]]:
-    """(head_dim, v_head_dim, kv_dtype, kind) -> block_kv and stages, the fastest measured.
+def measured_table(card: str = "") -> dict[tuple[int, int, str, str], dict[str, int]]:
+    """(head_dim, v_head_dim, kv_dtype, kind) -> block_kv and stages, the fastest measured on this card.
 
     kind: "long" (prefill and mixed batches), "few" (decode) or "narrow" (decode of an 8-bit cache).
     """
-    text = pathlib.Path(tuning.__file__).with_name("nvidia_h200.json").read_text(encoding="utf-8")
+    own, other = (pathlib.Path(tuning.__file__).with_name(f"{name}.json") for name in (card, H200_TABLE))
+    text = (own if own.exists() else other).read_text(encoding="utf-8")
     shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
     return {shape(row): {"block_kv": row["block_kv"], "stages": row["stages"]} for row in json.loads(text)["rows"]}
 

@@ -1,5 +1,7 @@
 """Records of measurements: what is kept, what is drawn, and how targets and tuned tiles are read from them."""
 
+import pytest
+
 from benchmarks import plot, records
 from benchmarks.gpu import cases, flash2, table, warp
 from pallas_kernels.gpu.supports import supports
@@ -80,11 +82,17 @@ def test_the_table_says_which_targets_are_met():
     }
 
 
-def test_what_was_tuned_is_a_kernel_that_fits_and_is_used():
-    assert {kind for *_, kind in measured_table()} == {"long", "few", "narrow"}
-    for (head_dim, v_head_dim, kv_dtype, kind), tiles in measured_table().items():
+@pytest.mark.parametrize("card", ["nvidia_h200", "nvidia_h100_80gb_hbm3"])
+def test_what_was_tuned_is_a_kernel_that_fits_and_is_used(card):
+    assert {kind for *_, kind in measured_table(card)} == {"long", "few", "narrow"}
+    for (head_dim, v_head_dim, kv_dtype, kind), tiles in measured_table(card).items():
         rows = {"long": None, "few": 4, "narrow": 4}[kind]
         shape = dict(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, page_size=16)
-        config = default_config(**shape, rows=rows, num_heads=32, num_kv_heads=8)
+        config = default_config(**shape, rows=rows, num_heads=32, num_kv_heads=8, card=card)
         assert not supports(config) and (config.block_kv, config.stages) == (tiles["block_kv"], tiles["stages"])
         assert (config.narrow_rows > 0, config.long_tiles) == (kind == "narrow", kind == "long")
+
+
+def test_a_card_without_a_table_takes_the_h200s():
+    assert measured_table("nvidia_gh200") == measured_table("") == measured_table("nvidia_h200")
+    assert measured_table("nvidia_h100_80gb_hbm3") != measured_table("")
