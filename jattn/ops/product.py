@@ -186,9 +186,10 @@ def _packed_jvp(transposed: bool, dtype: Any, primals, tangents):
 def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> packed_product_config.PackedProductConfig | None:
     """The launch on this GPU for quantised matrices of one form; None if the kernel does not serve them."""
     first, processors = kernels[0], device.processors()
-    if x.ndim != 2 or not 1 <= x.shape[0] <= packed_product_config.MAX_ROWS or x.dtype != jnp.bfloat16:
-        return None
     if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2:
+        return None
+    most = packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]
+    if x.ndim != 2 or not 1 <= x.shape[0] <= most or x.dtype != jnp.bfloat16:
         return None
     if not all(kernel.ndim == 2 and _form(kernel) == _form(first) for kernel in kernels):
         return None

@@ -31,7 +31,7 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, TILE_ROWS, PackedProductConfig, supports
+from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, PackedProductConfig, supports
 
 Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
 """values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
@@ -108,7 +108,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         place = arith.addi(tiles, ptx.to_i64(ptx.mul(tile, 12)))
         expert, row, count = (ptx.asm_value(f"ld.global.nc.b32 $0, [$1+{4 * i}];", "=r,l", place) for i in range(3))
     else:
-        expert, row = None, ptx.mul(tile, TILE_ROWS)
+        expert, row = None, ptx.mul(tile, cfg.tile_rows)
         count = arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row))
     each = 3 if cfg.has_zeros else 2
     outs, arrays = rest[each * len(cfg.widths) :], [rest[each * i : each * (i + 1)] for i in range(len(cfg.widths))]

@@ -165,7 +165,7 @@ def test_unknown_formats_are_refused():
 
 
 def test_matrices_that_the_gpu_kernel_takes(monkeypatch):
-    """On Hopper, up to 64 bfloat16 rows; everything else goes to the dot."""
+    """On Hopper, up to 128 bfloat16 rows of 4 bits, 64 of 8; everything else goes to the dot."""
     monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_90"))
     monkeypatch.setattr(product_ops.device, "processors", lambda: 132)
     made = lambda format, group, axis=-2, **how: drawn(format, 256, 128, group, axis=axis, **how)[0]
@@ -180,7 +180,8 @@ def test_matrices_that_the_gpu_kernel_takes(monkeypatch):
         made("int8", 256),
         made("fp8", 128),
     ):
-        assert [chosen(rows, kernel) for rows in (1, 64, 65)] == ["gpu_packed", "gpu_packed", "dot"]
+        most = 128 if kernel.format in ("int4", "fp4") else 64
+        assert [chosen(rows, kernel) for rows in (1, most, most + 1)] == ["gpu_packed", "gpu_packed", "dot"]
         assert chosen(3, kernel, kernel) == "gpu_packed"
         assert chosen(3, kernel, dtype="float32") == "dot"
         assert chosen(3, jax.tree.map(lambda x: x[None], kernel)) == "dot"

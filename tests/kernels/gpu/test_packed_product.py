@@ -11,7 +11,15 @@ import pytest
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_product_sm90 as kernel
-from pallas_kernels.gpu.packed_product_config import MAX_ROWS, SHARED_BYTES, PackedProductConfig, choose, supports
+from pallas_kernels.gpu.packed_product_config import (
+    BITS,
+    MAX_ROWS,
+    SHARED_BYTES,
+    TILE_ROWS,
+    PackedProductConfig,
+    choose,
+    supports,
+)
 from tests.kernels.gpu.simt import Arith, Machine, emulated
 from tests.ops.test_quantised import drawn
 
@@ -25,6 +33,9 @@ CASES = {
     "int8": dict(format="int8", group=256, scale_dtype="float32", unroll=2),
     "GPTQ of 8 bits": dict(format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, splits=4),
     "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32", unroll=2, rows=11),
+    "three tiles of mma": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=2, rows=23),
+    "two tiles of 32 rows": dict(format="int4", group=32, scale_dtype="bfloat16", depth=2, rows=59, tiles=2, splits=2),
+    "fp8, two tiles of 24 rows": dict(format="fp8", group=64, scale_dtype="float32", rows=41, tiles=2),
     "one group of 4 bits": dict(format="int4", group=256, scale_dtype="bfloat16", has_zeros=True),
     "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
 }
@@ -138,8 +149,8 @@ MODELS = {  # inputs and outputs of each launch
 def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
     for inner, widths in MODELS[name]:
         format, group, scales = form or ("int8", inner, "float32")
-        for rows in (1, 8, 9, 16, 17, MAX_ROWS):
-            sizes = dict(rows=rows, inner=inner, widths=widths, tiles=-(-rows // 16))
+        for rows in (1, 8, 9, 16, 17, 33, MAX_ROWS[BITS[format]]):
+            sizes = dict(rows=rows, inner=inner, widths=widths, tiles=-(-rows // TILE_ROWS))
             c = choose(132, format=format, group=group, scale_dtype=scales, **sizes)
             if inner % group:
                 assert c is None
