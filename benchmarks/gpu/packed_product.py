@@ -218,7 +218,7 @@ def jobs_of():
         of = (2880, 2880, "mxfp4", tokens)
         names = dict(zip(("inner", "width", "form", "tokens"), of, strict=True))
         yield dict(part="experts", case=label("experts", *of)) | names, functools.partial(measure_experts, *of)
-    yield from (case("packed_product", measure, of) for of in more[5:])
+    yield from (case("packed_product", measure, of) for of in dict.fromkeys(more[5:]) if of not in more[:5])
 
 
 def main(argv: list[str] | None = None) -> int:
