@@ -20,7 +20,7 @@ from tests.rooms.tree import ROOT
 CONFIG = models.config_of(
     dict(
         model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=32, intermediate_size=32,
-        num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
         rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu", eos_token_id=0,
     )
 )  # fmt: skip

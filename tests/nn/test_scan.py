@@ -1,6 +1,7 @@
 """Layers under Flax's scan and remat: numbers, caches and gradients of the same layers one after the other."""
 
 import dataclasses
+import functools
 
 import flax.linen as nn
 import jax
@@ -80,24 +81,42 @@ MODELS = {
 }  # fmt: skip
 
 
+STEPS = ((X, batch(LENGTHS)), (X[:2], batch((1, 1), (8, 5))))
+"""(tokens, batch): two prompts, then a decode step of each."""
+
+
+@functools.cache
+def outputs_one_by_one() -> list:
+    """(hidden states, keys of all layers) after each of STEPS."""
+    apply, caches, found = jax.jit(one_by_one), [empty(FULL)] * LAYERS, []
+    for x, meta in STEPS:
+        y, caches = apply(stacked(WEIGHTS), x, meta, caches)
+        found.append((y, stacked(caches).k))
+    return found
+
+
+def gradients(model):
+    """Of the weights and of the tokens; model(weights, tokens): hidden states."""
+    return jax.jit(jax.grad(lambda *args: jnp.sum(jnp.sin(model(*args))), (0, 1)))(stacked(WEIGHTS), X)
+
+
+@functools.cache
+def gradients_one_by_one():
+    return gradients(lambda weights, x: one_by_one(weights, x, batch(LENGTHS, table=None))[0])
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_caches_go_through_a_scan(name):
-    """Two prompts, then a decode step of each, over caches that are stacked by layer."""
-    apply, weights = jax.jit(MODELS[name]), stacked(WEIGHTS)
-    caches = [empty(FULL)] * LAYERS
-    scanned = stacked(caches)
-    for x, meta in ((X, batch(LENGTHS)), (X[:2], batch((1, 1), (8, 5)))):
-        wanted, caches = one_by_one(weights, x, meta, caches)
-        y, scanned = apply(weights, x, scanned, meta)
+    """The caches are stacked by layer."""
+    apply, scanned = jax.jit(MODELS[name]), stacked([empty(FULL)] * LAYERS)
+    for (x, meta), (wanted, keys) in zip(STEPS, outputs_one_by_one(), strict=True):
+        y, scanned = apply(stacked(WEIGHTS), x, scanned, meta)
         np.testing.assert_allclose(y, wanted, atol=2e-5)
-        np.testing.assert_allclose(scanned.k, stacked(caches).k, atol=2e-5)
+        np.testing.assert_allclose(scanned.k, keys, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_go_through_a_scan(name):
-    meta = batch(LENGTHS, table=None)
-    of_scan = lambda weights, x: jnp.sum(jnp.sin(MODELS[name](weights, x, None, meta)[0]))
-    of_loop = lambda weights, x: jnp.sum(jnp.sin(one_by_one(weights, x, meta)[0]))
-    mine, wanted = (jax.jit(jax.grad(f, (0, 1)))(stacked(WEIGHTS), X) for f in (of_scan, of_loop))
-    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(wanted), strict=True):
+    mine = gradients(lambda weights, x: MODELS[name](weights, x, None, batch(LENGTHS, table=None))[0])
+    for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(gradients_one_by_one()), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
