@@ -41,7 +41,7 @@ from tests import quick, sampled  # noqa: E402
 
 # Importing and collecting make a million objects that live as long as the process. Python's collector would walk them
 # again and again: a quarter of the time of collecting, and a twentieth of that of the tests.
-YOUNG_OBJECTS = 20_000
+YOUNG_OBJECTS = 5_000
 gc.disable()
 
 
