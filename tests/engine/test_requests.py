@@ -95,6 +95,63 @@ def test_text_that_cannot_be_encoded_fails_alone():
     assert served.generate([[5, 6]], SamplingParams(max_tokens=3, **GREEDY))[0].token_ids == answer([5, 6], 3)
 
 
+class Index:
+    """Python takes it for an integer; `first` is called before."""
+
+    def __init__(self, value, first=lambda: None):
+        self.value, self.first = value, first
+
+    def __index__(self):
+        self.first()
+        return self.value
+
+
+def test_an_object_with_an_index_is_no_token_id_and_is_not_asked_for_it():
+    shrinking = [1, 5, 0]
+    shrinking[1] = Index(5, shrinking.clear)
+    prompts = [[Index(5)], [7, Index(1)], [Index(5, lambda: 1 / 0)], shrinking, [jnp.array([5]), jnp.array([6])]]
+    *refused, good = engine().generate([*prompts, [5, 6]], SamplingParams(max_tokens=2, **GREEDY))
+    assert all("must be text or a list of token ids" in output.error for output in refused)
+    assert good.token_ids == answer([5, 6], 2) and len(shrinking) == 3
+
+
+@pytest.mark.parametrize(
+    "flag", [True, np.True_, np.array(True), jnp.array(True)], ids=lambda flag: type(flag).__name__
+)
+def test_a_bool_of_any_library_is_no_token_id(flag):
+    (output,) = engine().generate([[7, flag]])
+    assert "must be text or a list of token ids" in output.error
+
+
+class Encoding(ByteTokenizer):
+    """A tokenizer whose encode gives `wrap` of the tokens."""
+
+    def __init__(self, wrap):
+        super().__init__(0)
+        self.wrap = wrap
+
+    def encode(self, text, add_special_tokens=True):
+        return self.wrap(super().encode(text))
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, iter, bytes, np.array, jnp.array, lambda ids: map(np.int64, ids)])
+def test_a_tokenizer_may_give_any_iterable_of_integers(wrap):
+    (output,) = engine(tokenizer=Encoding(wrap)).generate("\5\6\7", SamplingParams(max_tokens=2, **GREEDY))
+    assert output.token_ids == answer([5, 6, 7], 2) and output.prompt_token_ids == (5, 6, 7)
+    assert all(type(token) is int for token in output.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "words"),
+    [(lambda _: None, "not iterable"), (lambda _: "text", "<U1"), (lambda ids: [ids], r"shape \(1, 3\)"),
+     (lambda _: [1.5], "float64"), (lambda _: [True], "bool")],
+)  # fmt: skip
+def test_what_a_tokenizer_gives_wrongly_fails_its_request_alone(wrap, words):
+    served = engine(tokenizer=Encoding(wrap))
+    wrong, good = served.generate(["\5\6\7", [5, 6]], SamplingParams(max_tokens=2, **GREEDY))
+    assert re.search(words, wrong.error) and good.token_ids == answer([5, 6], 2)
+
+
 def test_ids_are_text_and_never_meet():
     served, params = engine(), SamplingParams(max_tokens=3, **GREEDY)
     assert served.add_request([5], params, request_id="request-1") == "request-1"
