@@ -82,20 +82,24 @@ class Program:
     model: Model
     params: Any
     make_caches: Callable[[], Any]
-    before: RowState
+    max_rows: int
     batch: Packed
     options: dict
     steps: int  # model steps of a dispatch
     compiled: Any = None
     seconds: tuple = ()  # to trace, lower and compile
 
+    def make_state(self) -> tuple[Any, RowState]:
+        """(caches, an empty RowState), which a dispatch takes over."""
+        return self.make_caches(), empty_row_state(self.max_rows)
+
 
 def build(program: Program) -> Callable[[], Program]:
     """Trace and lower here; the returned function compiles, in any thread."""
     begin = time.perf_counter()
-    jitted = jax.jit(dispatch.function, static_argnums=0, donate_argnums=2)
-    caches = jax.eval_shape(program.make_caches)
-    traced = jitted.trace(program.model, program.params, caches, program.before, program.batch)
+    jitted = jax.jit(dispatch.function, static_argnums=0, donate_argnums=(2, 3))  # as `dispatch` does
+    caches, before = jax.eval_shape(program.make_state)
+    traced = jitted.trace(program.model, program.params, caches, before, program.batch)
     traced_at = time.perf_counter()
     lowered = traced.lower()
     lowered_at = time.perf_counter()
@@ -111,17 +115,17 @@ def build(program: Program) -> Callable[[], Program]:
 
 def measure(program: Program, idle: float = 0.25) -> tuple:
     """(ms a step after an idle pause; sustained; seconds of the first run; tokens; ms until a call returns)."""
-    caches, batch = program.make_caches(), jax.device_put(program.batch)
+    (caches, before), batch = program.make_state(), jax.device_put(program.batch)
     begin = time.perf_counter()
-    caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
+    caches, sampled, before = program.compiled(program.params, caches, before, batch)
     jax.block_until_ready(sampled)
     first, tokens = time.perf_counter() - begin, np.asarray(sampled.tokens)
 
     def several(count):
-        nonlocal caches
+        nonlocal caches, before
         begin, sampled = time.perf_counter(), None
         for _ in range(count):
-            caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
+            caches, sampled, before = program.compiled(program.params, caches, before, batch)
         jax.block_until_ready(sampled)
         return (time.perf_counter() - begin) / count / program.steps * 1e3
 
@@ -132,7 +136,7 @@ def measure(program: Program, idle: float = 0.25) -> tuple:
         cool.append(several(2 if program.steps > 1 else 6))
     time.sleep(idle)
     begin = time.perf_counter()
-    caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
+    caches, sampled, before = program.compiled(program.params, caches, before, batch)
     call = (time.perf_counter() - begin) * 1e3
     jax.block_until_ready(sampled)
     several(6)
@@ -141,12 +145,12 @@ def measure(program: Program, idle: float = 0.25) -> tuple:
 
 def kernels(program: Program) -> list[tuple[str, float, float]]:
     """(name, count a step, us a step) of each kernel of one dispatch, those that take most first."""
-    caches, batch = program.make_caches(), jax.device_put(program.batch)
-    caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
+    (caches, before), batch = program.make_state(), jax.device_put(program.batch)
+    caches, sampled, before = program.compiled(program.params, caches, before, batch)
     jax.block_until_ready(sampled)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            caches, sampled, _ = program.compiled(program.params, caches, program.before, batch)
+            caches, sampled, before = program.compiled(program.params, caches, before, batch)
             jax.block_until_ready(sampled)
         path = glob.glob(f"{folder}/**/*.trace.json.gz", recursive=True)[0]
         events = json.load(gzip.open(path))["traceEvents"]
@@ -191,7 +195,7 @@ def main() -> None:
     max_rows, budget, longest = (4, 64, 256) if args.small else (64, 2048, 2112)
     shapes = StepShapes(Limits(max_rows, budget, longest, BURST), 16)
 
-    model, before = Model(models.forward, config), empty_row_state(max_rows)
+    model = Model(models.forward, config)
 
     def numbers(x):
         at = jnp.arange(x.size, dtype=jnp.int32)
@@ -208,7 +212,7 @@ def main() -> None:
         batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
         chosen = OPTIONS[options][tokens > FEW_TOKENS] if gpu else {}
         packed = packed_batch([batch], sized)
-        return Program(name, model, params, caches_of(size), before, packed, chosen, BURST if rows else 1)
+        return Program(name, model, params, caches_of(size), max_rows, packed, chosen, BURST if rows else 1)
 
     def decode(rows, options, size=64, **sampling):
         more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" blocks of {size}" if size != 64 else "")
@@ -225,7 +229,7 @@ def main() -> None:
         chosen = OPTIONS["engine"][0] if gpu else {}
         model = Model(models.forward, narrow)
         packed = packed_batch([batch], shapes)
-        return Program(f"{layers} layers", model, weights, caches, before, packed, chosen, BURST)
+        return Program(f"{layers} layers", model, weights, caches, max_rows, packed, chosen, BURST)
 
     half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)

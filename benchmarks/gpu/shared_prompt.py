@@ -59,7 +59,7 @@ def warm(engine: jattn.Engine, requests: list[int]) -> int:
     runner, fields = engine.runner, dataclasses.fields(StepShapes)
     values = {field.name: getattr(engine.shapes, field.name) for field in fields}
     shapes = FewShapes(**values, requests=tuple(requests))
-    args = runner.model, runner.params, runner.caches, runner._row_state, shapes
+    args = runner.programs, runner.params, runner.caches, runner._row_state, shapes
     runner._caches, runner._row_state, count = warming.compile_all(*args)
     return count
 

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import records
-from benchmarks.gpu import engine_step, warmup
+from benchmarks.gpu import engine_step, programs, shared_prompt, warmup
 
 
 def test_a_decode_step_is_measured_for_each_number_of_requests(tmp_path):
@@ -12,6 +12,24 @@ def test_a_decode_step_is_measured_for_each_number_of_requests(tmp_path):
     assert [row["case"] for row in rows] == ["step_small_r1", "step_small_r2"]
     for row in rows:
         assert row["ms"] == pytest.approx(row["served_ms"] / engine_step.BURST) and row["device_ms"] > 0
+
+
+@pytest.mark.slow
+def test_a_shared_prompt_is_served_with_and_without_cascade_attention(tmp_path):
+    sizes = ["--requests", "2", "4", "--system", "64", "--layers", "1"]
+    assert shared_prompt.main(["--small", *sizes, "--out", str(tmp_path)]) == 0
+    rows = records.read(tmp_path / "shared_prompt.jsonl")
+    assert [row["case"] for row in rows] == ["system_64_r2", "system_64_r4"]
+    assert all(row["same_tokens"] == 1 and row["compiled_later"] == 0 for row in rows)
+
+
+@pytest.mark.slow
+def test_a_program_is_compared_as_the_engine_calls_it(capsys, monkeypatch):
+    """It takes the caches and the row state in place."""
+    monkeypatch.setattr("sys.argv", ["programs", "--small", "--only", "r2 engine"])
+    programs.main()
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("r2 engine"))
+    assert line.endswith("equal 1.000")
 
 
 @pytest.mark.slow
