@@ -253,11 +253,15 @@ class Engine:
     @interrupts.held()
     def _take_step(self) -> None:
         """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
+        self._check_step()
+        with turns.short:
+            self._loop.step()
+
+    def _check_step(self) -> None:
+        """Raise what step() raises before it changes anything."""
         device.check_context(PLACES)
         self._loop.must_not_read("step()")
         self.runner.must_be_awake("step()")
-        with turns.short:
-            self._loop.step()
 
     @interrupts.held()
     def abort(self, request_id: str) -> bool:
@@ -295,11 +299,15 @@ class Engine:
 
         progress(index, total, name) is called after each; index: 0, 1, ..
         """
+        self._check_warmup()
+        return self.runner.warm(progress)
+
+    def _check_warmup(self) -> None:
+        """Raise what warmup() raises before it compiles anything."""
         device.check_context(PLACES)
         self.runner.must_be_awake("warmup()")
         if self.has_work:
             raise RuntimeError("warm up before the first request: the pool must be idle")
-        return self.runner.warm(progress)
 
     # ------------------------------------------------------------------ between steps
     @property

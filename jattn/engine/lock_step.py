@@ -103,6 +103,8 @@ class LockStepEngine(Engine):
     def abort(self, request_id: str) -> bool:
         """As Engine.abort; the blocks are free after the next step."""
         self._must_lead("abort()")
+        if not isinstance(request_id, str):
+            return False
         known = request_id in self._loop.requests or self._is_pending(request_id)
         if known:
             self._pending.append(["abort", request_id])
@@ -111,11 +113,13 @@ class LockStepEngine(Engine):
     def step(self) -> list[RequestOutput]:
         """As Engine.step, in all processes."""
         self._must_lead("step()")
+        self._check_step()  # before the others take it
         return self._publish(["step", self._flights.digest])
 
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """As Engine.warmup, in all processes."""
         self._must_lead("warmup()")
+        self._check_warmup()  # before the others begin it
         with interrupts.held():
             self.processes.publish([["warmup"]])
             return super().warmup(progress)

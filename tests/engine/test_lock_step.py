@@ -15,6 +15,7 @@ from jattn.engine import LockStepEngine, SamplingParams, construction
 from jattn.engine import processes as rules
 from jattn.engine.processes import Processes
 from jattn.errors import EngineDeadError
+from jattn.text import ByteTokenizer
 from tests.engine.test_mesh import LLAMA, OPTIONS, PROMPT, VOCAB, mesh, of_one_device, params_of, tokens_of_a_trace
 from tests.models import tiny
 
@@ -194,6 +195,35 @@ def test_requests_are_checked_before_they_are_published(processes):
     assert outputs["wrong"].error and outputs["a"].outputs[0].finish_reason == "abort"
     published = [value for key, value in store.values.items() if key.startswith("jattn/commands/")]
     assert len(published) == 1 and '"a"' in published[0] and "wrong" not in published[0]
+
+
+def test_what_is_refused_in_the_leader_is_not_published(processes):
+    """The others would do it, and wait in their collectives for ever."""
+    make, store, _ = processes
+
+    class Stepping(ByteTokenizer):
+        raised: list[Exception] = []
+
+        def decode(self, token_ids):
+            for call in (leader.step, leader.warmup) if leader._loop.requests else ():  # not while it is added
+                try:
+                    call()
+                except RuntimeError as error:
+                    self.raised.append(error)
+            return super().decode(token_ids)
+
+    leader = engine(make(0), deterministic=True, tokenizer=Stepping(0))
+    leader.add_request(PROMPT, SamplingParams(max_tokens=2, ignore_eos=True, temperature=0), request_id="a")
+    with pytest.raises(RuntimeError, match="warm up before the first request"):
+        leader.warmup()
+    assert not leader.abort(["a"])  # type: ignore[arg-type]
+    steps = 0
+    while leader.has_work:
+        leader.step()
+        steps += 1
+    published = [value for key, value in store.values.items() if key.startswith("jattn/commands/")]
+    assert len(published) == steps and "warmup" not in "".join(published)
+    assert {type(error) for error in Stepping.raised} == {RuntimeError}
 
 
 # ------------------------------------------------------------------ the end
