@@ -167,13 +167,21 @@ class Runner:
     def renew_caches(self) -> None:
         """Replace the caches by empty ones and run the smallest program; EngineDeadError if that fails."""
         try:
-            self._drop_caches()
-            caches, row_state = self._bound(self._make_caches())
-            probe = self._sender.submit(warming.probe, self.programs, self.params, caches, row_state, self.shapes)
-            self._caches, self._row_state = probe.result()
+            try:
+                self._make_and_probe()
+            except BrokenProgramError as error:  # it was removed, so it is compiled this time
+                log.warning("%s", error)
+                self._make_and_probe()
         except Exception as error:
             self._dead = EngineDeadError(f"{self._cause(error)}; make a new engine, if possible in a new process")
             raise self._dead from error
+
+    def _make_and_probe(self) -> None:
+        """Make new caches, and run the smallest program with them."""
+        self._drop_caches()
+        caches, row_state = self._bound(self._make_caches())
+        probe = self._sender.submit(warming.probe, self.programs, self.params, caches, row_state, self.shapes)
+        self._caches, self._row_state = probe.result()
 
     def _cause(self, error: Exception) -> str:
         if any(x.is_deleted() for x in jax.tree.leaves(self.params)):

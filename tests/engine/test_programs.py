@@ -203,8 +203,10 @@ def test_a_program_of_jaxs_cache_is_not_kept_and_a_broken_one_is_compiled_again(
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_a_program_from_disk_that_fails_is_removed_and_compiled(monkeypatch, warm):
-    """After a warm-up nothing is lost; without, the requests of that one step are."""
+@pytest.mark.parametrize("max_tokens", [1, 4])
+def test_a_program_from_disk_that_fails_is_removed_and_compiled(monkeypatch, warm, max_tokens):
+    """After a warm-up nothing is lost; without, the requests of that one step are. New caches are tried by the smallest
+    program, which may be broken too."""
     removed, compiled = [], []
 
     def broken(*args):
@@ -218,7 +220,7 @@ def test_a_program_from_disk_that_fails_is_removed_and_compiled(monkeypatch, war
     monkeypatch.setattr(kept_programs, "load", lambda key, *args: None if key in removed else broken)
     monkeypatch.setattr(kept_programs, "remove", removed.append)
     monkeypatch.setattr(kept_programs, "compiled", compile)
-    served, greedy = engine(), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    served, greedy = engine(), SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     if warm:
         assert served.warmup() == len(served.shapes.all()) == len(compiled) == len(removed)
     else:
