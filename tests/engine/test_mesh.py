@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import logging
 import random
 import re
 
@@ -16,6 +17,7 @@ from jattn import UnsupportedError, models
 from jattn.engine import Engine, SamplingParams, sizing, warming
 from jattn.engine.dispatch import dispatch
 from jattn.engine.footprint import Footprint
+from jattn.engine.programs import Programs
 from jattn.models import sharded_products
 from jattn.models.load import stored_weights
 from jattn.ops import product
@@ -162,6 +164,34 @@ def test_sleep_and_new_weights():
     alone = Engine(LLAMA, other, **OPTIONS, deterministic=True, backend="sdpa")
     assert served.generate([PROMPT], GREEDY)[0].token_ids == alone.generate([PROMPT], GREEDY)[0].token_ids
     served.update_weights(params_of(LLAMA))
+
+
+@pytest.mark.parametrize(("ranks", "data"), [(2, 1), (1, 2)])
+def test_a_dispatch_that_fails_with_the_caches_fails_its_rows_and_nobody_else(monkeypatch, caplog, ranks, data):
+    """The next dispatch was sent already: XLA would end the process that gives it deleted caches."""
+    caplog.set_level(logging.CRITICAL, "jattn.engine")
+    served = engine(deterministic=True, backend="sdpa", mesh=mesh(ranks, data))
+    (wanted,) = served.generate([PROMPT], GREEDY)
+    real, calls = Programs.__call__, iter(range(1, 10**6))
+
+    def failing(*args):
+        results = real(*args)
+        if next(calls) == 1:
+            raise RuntimeError("after donation")
+        return results
+
+    monkeypatch.setattr(Programs, "__call__", failing)
+    assert served.generate([PROMPT], GREEDY)[0].error
+    assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
+
+
+def test_a_warm_up_that_fails_with_the_caches_can_be_repeated(monkeypatch):
+    served, real = deterministic(2), warming._run
+    monkeypatch.setattr(warming, "_run", lambda *args: real(*args) and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        served.warmup()
+    monkeypatch.undo()
+    assert served.warmup() == 1 and not served.generate([PROMPT], GREEDY)[0].error
 
 
 def test_a_cache_of_8_bits_has_its_scales_where_its_heads_are():
