@@ -25,7 +25,7 @@ def check(
     limits: Limits,
     salt: str = "",
 ) -> tuple[tuple[int, ...], array, dict[str, str]]:
-    """(the prompt's tokens, the same in words of 32 bits, the argument -> why it is wrong).
+    """(the prompt's tokens, the same as int32, the argument -> why it is wrong).
 
     The request can be served if the dict is empty.
     """
@@ -93,7 +93,7 @@ def refused(id: str, tokens: tuple[int, ...], wrong: dict[str, str]) -> RequestO
 
 
 def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> tuple[tuple[int, ...], array]:
-    """(the tokens, the same in words of 32 bits)"""
+    """(the tokens, the same as int32)"""
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer; this engine has none: give token ids")
@@ -117,7 +117,7 @@ def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> tuple[tuple
 
 
 def _words(tokens: tuple[int, ...]) -> array:
-    """The tokens in words of 32 bits; empty if a number is beyond them, which is no token."""
+    """The tokens as int32; empty if a number is beyond it, and so no token."""
     with contextlib.suppress(struct.error):
         return array("i", struct.pack(f"{len(tokens)}i", *tokens))  # a third of the time of array("i", tokens)
     return array("i")

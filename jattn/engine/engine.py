@@ -56,12 +56,10 @@ class Engine:
         tokenizer: Tokenizer | None = None,  # None: prompts are token ids, and outputs have no text
         *,
         num_blocks: int | None = None,  # blocks of the cache pool; None: as many as the free memory holds
-        block_size: int
-        | None = None,  # tokens of a block; None: 16 on a CPU, 64 on an accelerator, for each context rank
+        block_size: int | None = None,  # tokens of a block; None: per context rank 16 on a CPU, 64 on an accelerator
         max_num_seqs: int = 32,  # sequences in one step
         max_num_batched_tokens: int = 512,  # new tokens in one step, of all sequences together
-        max_model_len: int
-        | None = None,  # tokens of prompt and output together; None: the most that model and pool allow
+        max_model_len: int | None = None,  # tokens of prompt and output; None: the most that model and pool allow
         max_burst: int | None = None,  # decode steps of one dispatch; None: 8 on a CPU, 16 on an accelerator
         cache_dtype: str | None = None,  # of the cached keys and values; None: the dtype of the weights
         cache_quant: str | None = None,  # scales of an 8-bit cache_dtype; None: "per_token_head", computed on writing
@@ -71,8 +69,7 @@ class Engine:
         deterministic: bool = False,  # the same bits alone and in any batch; slower
         chat_template: ChatTemplate | None = None,  # for chats; from_pretrained reads the folder's
         forward: Callable | None = None,  # called in place of jattn.models.forward, with its arguments
-        mesh: Mesh
-        | None = None,  # "tensor": parts of the model; "context": of its cache; "data": copies, each as above
+        mesh: Mesh | None = None,  # axes "tensor": parts of the model, "context": of its cache, "data": copies of both
         expert_parallel: bool = False,  # data ranks share one set of experts
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):

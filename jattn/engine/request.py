@@ -28,12 +28,8 @@ class Sequence:
     tokens: list[int] = dataclasses.field(default_factory=list)  # the prompt, then the output
     num_computed: int = 0  # tokens whose keys and values are in the cache after all dispatches that were sent
     num_ahead: int = 0  # tokens that a dispatch in flight samples: the most there can be
-    tables: list[array] = dataclasses.field(
-        default_factory=list
-    )  # blocks of each cache group; only BlockTables changes them
-    kept_from: list[int] = dataclasses.field(
-        default_factory=list
-    )  # of each group: the first block of the table that was not freed
+    tables: list[array] = dataclasses.field(default_factory=list)  # blocks by group; only BlockTables changes them
+    kept_from: list[int] = dataclasses.field(default_factory=list)  # by group: the first block that was not freed
     block_hashes: list[bytes] = dataclasses.field(default_factory=list)  # of its first full blocks
     num_shared: int = 0  # blocks at the beginning that came from the prefix cache
     num_published: int = 0  # blocks at the beginning that other sequences may share
@@ -41,7 +37,7 @@ class Sequence:
     max_len: int = 0  # tokens of prompt and output at most; set when it is queued
     data_rank: int = 0  # of the devices that have its blocks, see data_ranks.py
     rules: bytes = b""  # its sampling rules for the device, see rules.py; empty until it is computed first
-    prompt_words: array = dataclasses.field(default_factory=lambda: array("i"))  # the prompt in words of 32 bits
+    prompt_words: array = dataclasses.field(default_factory=lambda: array("i"))  # the prompt as int32
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
@@ -58,7 +54,7 @@ class Sequence:
         return self.max_len - len(self.tokens) - self.num_ahead
 
     def words(self, start: int, end: int) -> array:
-        """tokens[start:end] in words of 32 bits."""
+        """tokens[start:end] as int32."""
         if end <= len(self.prompt):
             return self.prompt_words[start:end]
         return array("i", self.tokens[start:end])

@@ -88,12 +88,12 @@ class StepLoop:
 
     def step(self) -> None:
         """Take one step, and keep its outputs in `outputs`."""
-        self._contained(self._advance)
+        self._run_contained(self._advance)
 
     def finish_in_flight(self) -> None:
         """Read all dispatches that were sent."""
         while self.flights:
-            self._contained(self._read_oldest)
+            self._run_contained(self._read_oldest)
 
     def restart(self, weights_version: int | None = None) -> None:
         """Compute all unfinished sequences again. weights_version: of the new block tables; None: the same."""
@@ -144,7 +144,7 @@ class StepLoop:
         return outputs
 
     # ------------------------------------------------------------------ after a failure
-    def _contained(self, change: Callable[[], list[RequestOutput]]) -> None:
+    def _run_contained(self, change: Callable[[], list[RequestOutput]]) -> None:
         """Make a change of the state and keep its outputs. If it raises, only the requests of its step fail."""
         try:
             self.outputs += change()
