@@ -1,6 +1,7 @@
 """Engine: generates tokens for many requests at once. It checks what it is given, and its StepLoop computes it."""
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -17,6 +18,7 @@ from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.outputs import RequestOutput
 from jattn.engine.params import SamplingParams
+from jattn.engine.programs import BrokenProgramError
 from jattn.engine.request import Request, Sequence, final_length, seed_of
 from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits
@@ -26,6 +28,8 @@ from jattn.engine.step_loop import StepLoop
 from jattn.errors.arguments import takes
 from jattn.text.chat import ChatTemplate, load_chat_template
 from jattn.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger("jattn.engine")
 
 Prompt = str | Many[int]
 
@@ -297,7 +301,20 @@ class Engine:
         progress(index, total, name) is called after each; index: 0, 1, ..
         """
         self._check_warmup()
-        return self.runner.warm(progress)
+        self.runner.wait_until_sent()
+        if self.runner.is_lost:  # an earlier warm-up failed
+            self._renew_caches()
+        try:
+            return self.runner.warm(progress)
+        except BrokenProgramError as error:  # it was removed, so it is compiled this time
+            log.warning("%s", error)
+            self._renew_caches()
+            return self.runner.warm(progress)
+
+    @interrupts.held()
+    def _renew_caches(self) -> None:
+        """Make new caches, and forget which blocks had keys of earlier requests."""
+        self._loop.restart(new_caches=True)
 
     def _check_warmup(self) -> None:
         """Raise what warmup() raises before it compiles anything."""

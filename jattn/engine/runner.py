@@ -110,7 +110,7 @@ class Runner:
 
     def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:
         """In the sending thread: (what is sampled, when sending began)."""
-        if self._is_lost:  # a program on several devices that is given deleted arrays may end the process (JAX 0.10.2)
+        if self.is_lost:  # a program on several devices that is given deleted arrays may end the process (JAX 0.10.2)
             raise RuntimeError("the caches were lost, because the dispatch before this one failed")
         begin = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("jattn.step", step_num=number):
@@ -118,8 +118,8 @@ class Runner:
         return sampled, begin
 
     @property
-    def _is_lost(self) -> bool:
-        """Did a program that failed take over the caches and the row state?"""
+    def is_lost(self) -> bool:
+        """Did a program that failed take over the caches and the row state? Ask while nothing is being sent."""
         return self._row_state.last.is_deleted()
 
     def wait_until_sent(self) -> None:
@@ -129,8 +129,6 @@ class Runner:
     def warm(self, progress: Callable[[int, int, str], None] | None) -> int:
         """Load or compile every program; returns their number. After an interrupt (Ctrl-C) no other one is begun."""
         interrupted = threading.Event()
-        if self._is_lost:
-            self.renew_caches()
 
         def compile_all() -> int:
             self._caches, self._row_state, count = warming.compile_all(
@@ -139,12 +137,7 @@ class Runner:
             return count
 
         try:
-            try:
-                return self._sender.submit(compile_all).result()
-            except BrokenProgramError as error:
-                log.warning("%s", error)
-                self.renew_caches()
-                return self._sender.submit(compile_all).result()
+            return self._sender.submit(compile_all).result()
         except BaseException:
             interrupted.set()
             raise

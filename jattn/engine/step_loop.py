@@ -95,9 +95,9 @@ class StepLoop:
         while self.flights:
             self._run_contained(self._read_oldest)
 
-    def restart(self, weights_version: int | None = None) -> None:
+    def restart(self, *, new_caches: bool = False, weights_version: int | None = None) -> None:
         """Compute all unfinished sequences again. weights_version: of the new block tables; None: the same."""
-        self.outputs += self._restart_unfinished(weights_version=weights_version)
+        self.outputs += self._restart_unfinished(new_caches=new_caches, weights_version=weights_version)
 
     def _advance(self) -> list[RequestOutput]:
         """Read a dispatch and return its outputs, while the next one runs."""

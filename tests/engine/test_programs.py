@@ -1,5 +1,6 @@
 """Whole programs on disk: what their key depends on, what has none, and what becomes of one that fails."""
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -15,7 +16,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import pallas_kernels
 from jattn import compile_cache, models
 from jattn.backends import registry
-from jattn.engine import Engine, SamplingParams, kept_programs, program_key, warming
+from jattn.engine import Engine, SamplingParams, kept_programs, program_key, programs, warming
 from jattn.engine.program_key import NoKey, key_of
 from tests.engine.test_warming import CONFIG, engine
 
@@ -231,6 +232,27 @@ def test_a_program_from_disk_that_fails_is_removed_and_compiled(monkeypatch, war
     monkeypatch.undo()
     (expected,) = engine().generate([[5, 6, 7]], greedy)
     assert output.token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("error", [programs.BrokenProgramError("from disk"), RuntimeError("no memory")], ids=repr)
+def test_no_prefix_is_found_in_caches_that_a_later_warm_up_made(monkeypatch, error):
+    served, greedy, real = engine(), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), warming._run
+    prompt = list(range(5, 25))
+    (expected,) = served.generate([prompt], greedy)
+    failures = [error]
+
+    def failing(*args):
+        results = real(*args)
+        if failures:
+            raise failures.pop()
+        return results
+
+    monkeypatch.setattr(warming, "_run", failing)
+    with contextlib.suppress(RuntimeError):
+        served.warmup()
+    served.warmup()
+    (output,) = served.generate([prompt], greedy)
+    assert output.token_ids == expected.token_ids and output.num_cached_tokens == 0
 
 
 def test_an_engine_with_a_models_forward_of_the_users_keeps_nothing(kept):
