@@ -23,8 +23,8 @@ from jattn import device
 from jattn.backends.gpu_kernel import config_reasons
 from pallas_kernels.gpu import tile_policy, tile_policy_sm80
 from pallas_kernels.gpu.config_sm80 import CHIPS
+from pallas_kernels.tuning import table_path
 
-FOLDER = pathlib.Path(__file__).resolve().parents[2] / "pallas_kernels" / "tuning"
 DIMS = ((64, 64), (128, 128), (256, 256))
 LENGTHS = {"few": ((1, 4096),) * 64, "narrow": ((1, 4096),) * 64, "long": ((4096, 4096),)}
 KINDS = {"bfloat16": ("few", "long"), "float8_e4m3fn": ("narrow", "long")}
@@ -49,7 +49,7 @@ class Hopper:
     note = "block_kv and stages by measurement; gpu/tile_policy.py has a rule for other shapes"
 
     def __init__(self):
-        self.path = FOLDER / f"{device.card()}.json"
+        self.path = table_path(device.card())
 
     def rule(self, case: cases.KernelCase) -> dict[str, int]:
         """The tiles for shapes that the table lacks."""
@@ -72,7 +72,7 @@ class Warps:
     note = "tile_halves, stages and ctas by measurement; gpu/tile_policy_sm80.py has a rule for other shapes"
 
     def __init__(self, chip: str):
-        self.chip, self.path = chip, tile_policy_sm80.table_path(chip)
+        self.chip, self.path = chip, table_path(chip)
         self.processors = getattr(jax.devices()[0], "core_count", None) or CHIPS[chip].processors
 
     def _config(self, case: cases.KernelCase, **fields):

@@ -14,12 +14,11 @@ import argparse
 import dataclasses
 import json
 import math
-import pathlib
 import sys
 from unittest import mock
 
 from benchmarks.tpu import command, llo, model, own_process
-from pallas_kernels import tuning
+from pallas_kernels.tuning import table_path
 
 SIZES = {
     "decode": dict(block_kv=(512, 1024, 2048), part_kv=(128, 512), short_heads=(4,)),
@@ -81,7 +80,7 @@ def write_table(chip: str, rows: dict[str, list[dict]], origin: dict) -> None:
         figures = {name: row[name] for name in (*FIGURES[job], "spills")}
         found.append(dict(kind=job, sizes=row["sizes"], **figures, tried=len(tried)))
     note = "bundles of the compiled kernel, by benchmarks.tpu.sweep; no TPU has confirmed them"
-    path = pathlib.Path(tuning.__file__).with_name(f"tpu_{chip}.json")
+    path = table_path(f"tpu_{chip}")
     path.write_text(json.dumps(origin | dict(chip=chip, note=note, rows=found), indent=1) + "\n")
 
 

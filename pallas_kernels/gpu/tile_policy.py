@@ -10,14 +10,13 @@ Figures are microseconds on an H200; docs/notebook/nvidia_h200.md has the runs.
 import dataclasses
 import functools
 import json
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels import tuning
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.work_list import TILE_ROWS
+from pallas_kernels.tuning import table_path
 
 NARROW_TILES = True
 """8-bit decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441."""
@@ -201,8 +200,8 @@ def measured_table(card: str = "") -> dict[tuple[int, int, str, str], dict[str, 
 
     kind: "long" (prefill and mixed batches), "few" (decode) or "narrow" (decode of an 8-bit cache).
     """
-    own, other = (pathlib.Path(tuning.__file__).with_name(f"{name}.json") for name in (card, H200_TABLE))
-    text = (own if own.exists() else other).read_text(encoding="utf-8")
+    own = table_path(card)
+    text = (own if own.exists() else table_path(H200_TABLE)).read_text(encoding="utf-8")
     shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
     return {shape(row): {"block_kv": row["block_kv"], "stages": row["stages"]} for row in json.loads(text)["rows"]}
 

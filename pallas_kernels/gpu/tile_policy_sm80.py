@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 import json
-import pathlib
 from typing import Any
 
-from pallas_kernels import tuning
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED, WarpKernelConfig
+from pallas_kernels.tuning import table_path
 
 MOST_STAGES = 4
 LAYOUTS = ((2, 2), (1, 2), (1, 1))
@@ -71,11 +70,6 @@ def measured_table(chip: str) -> dict[tuple[int, int, str, str], dict[str, int]]
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
     return {shape(row): {name: row[name] for name in ("tile_halves", "stages", "ctas")} for row in rows}
-
-
-def table_path(chip: str) -> pathlib.Path:
-    """The file of a chip's table."""
-    return pathlib.Path(tuning.__file__).with_name(f"{chip}.json")
 
 
 def _variants(rows: int | None, given: dict[str, Any]) -> dict[str, Any]:

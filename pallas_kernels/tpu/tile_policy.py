@@ -7,13 +7,12 @@ the compiled kernel, for 32 query and 8 kv heads of 128 in bf16; no TPU has conf
 import dataclasses
 import functools
 import json
-import pathlib
 from typing import Any
 
-from pallas_kernels import tuning
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 from pallas_kernels.tpu.supports import SPILL, VMEM, generation_of
+from pallas_kernels.tuning import table_path
 
 PAGE_BYTES = 24 << 20  # VMEM that a block's pages may take
 MANY_BYTES = 40 << 20  # bytes of the pages of a part, from which a part has 128 keys
@@ -71,7 +70,7 @@ def _most_vmem(config: TpuKernelConfig) -> int:
 @functools.cache
 def tuned_sizes(generation: str) -> dict[str, Any]:
     """Fields of TpuKernelConfig from the generation's table; none without a table."""
-    path = pathlib.Path(tuning.__file__).with_name(f"tpu_{generation}.json")
+    path = table_path(f"tpu_{generation}")
     if not generation or not path.is_file():
         return {}
     sizes: dict[str, Any] = {}

@@ -1,7 +1,6 @@
 """The TPU kernel's timing and its sweep of sizes, as far as they go without a TPU."""
 
 import dataclasses
-import pathlib
 import runpy
 import sys
 
@@ -64,7 +63,7 @@ def test_the_best_sizes_of_prefill_spill_least_among_equals_and_make_the_table(t
     staged = row | dict(spills=100, prompt_8k=135.0, sizes=dict(staged_steps=True))
     rows = [row, staged, row | dict(spills=1, prompt_8k=150.0)]
     assert sweep.best(rows) is rows[1]
-    monkeypatch.setattr(sweep.tuning, "__file__", str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(tuning, "__file__", str(tmp_path / "__init__.py"))
     sweep.write_table("v9", dict(prefill=rows), dict(libtpu="1"))
     tile_policy.tuned_sizes.cache_clear()
     assert tile_policy.tuned_sizes("v9") == dict(staged_steps=True) and tile_policy.tuned_sizes("v8") == {}
@@ -75,4 +74,4 @@ def test_each_generation_has_a_table_of_sizes_that_the_kernel_has():
     fields = {field.name for field in dataclasses.fields(TpuKernelConfig)}
     for chip in aot.TOPOLOGIES:
         assert tile_policy.tuned_sizes(chip).keys() <= fields
-        assert (pathlib.Path(tuning.__file__).with_name(f"tpu_{chip}.json")).is_file()
+        assert tuning.table_path(f"tpu_{chip}").is_file()
