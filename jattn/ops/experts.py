@@ -50,7 +50,6 @@ def _gpu_config(x: jax.Array, kernel: QuantisedArray) -> packed_product_config.P
         processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), format=kernel.format,
         group=kernel.group_size, scale_dtype=jnp.dtype(kernel.scales.dtype).name, dtype=x.dtype.name,
         has_zeros=kernel.zero_points is not None, experts=experts,
-        tiles=min(rows, experts + rows // packed_product_config.EXPERT_ROWS),
     )  # fmt: skip
 
 

@@ -198,7 +198,7 @@ def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> packed_product_co
         processors, chip=device.detect().generation, rows=rows, inner=inner, format=first.format,
         widths=tuple(kernel.shape[-1] for kernel in kernels), group=first.group_size,
         scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
-        dtype=jnp.dtype(dtype).name, tiles=-(-rows // packed_product_config.TILE_ROWS),
+        dtype=jnp.dtype(dtype).name,
     )  # fmt: skip
 
 

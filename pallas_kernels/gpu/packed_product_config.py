@@ -31,7 +31,6 @@ class PackedProductConfig:
     has_zeros: bool = False
     dtype: str = "float32"  # of y
     experts: int = 0  # matrices [experts, inner, width], of which a tile of rows uses one; 0: matrices [inner, width]
-    tiles: int = 1  # of rows
     unroll: int = 1  # blocks of a step
     depth: int = 1  # steps whose weights are in flight
     across: int = 4  # warps of a CTA side by side: each has other columns
@@ -47,6 +46,13 @@ class PackedProductConfig:
     def strip(self) -> int:
         """Columns of a CTA. A warp has eight groups of threads."""
         return 8 * self.across * self.columns
+
+    @property
+    def tiles(self) -> int:
+        """Of rows; of experts the most that there can be."""
+        if self.experts:
+            return min(self.rows, self.experts + self.rows // EXPERT_ROWS)
+        return -(-self.rows // TILE_ROWS)
 
     @property
     def tile_rows(self) -> int:

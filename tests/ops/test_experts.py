@@ -61,7 +61,6 @@ def test_tiles_have_each_row_once(sizes):
     rows = max(sum(sizes), 1)
     config = PackedProductConfig(
         rows=rows, inner=64, widths=(64,), format="int4", group=64, scale_dtype="bfloat16", experts=len(sizes),
-        tiles=min(rows, len(sizes) + rows // 16),
     )  # fmt: skip
     expert = np.repeat(np.arange(len(sizes)), sizes)
     seen = []

@@ -15,7 +15,6 @@ from pallas_kernels.gpu.packed_product_config import (
     BITS,
     MAX_ROWS,
     SHARED_BYTES,
-    TILE_ROWS,
     PackedProductConfig,
     choose,
     supports,
@@ -34,8 +33,8 @@ CASES = {
     "GPTQ of 8 bits": dict(format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, splits=4),
     "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32", unroll=2, rows=11),
     "three tiles of mma": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=2, rows=23),
-    "two tiles of 32 rows": dict(format="int4", group=32, scale_dtype="bfloat16", depth=2, rows=59, tiles=2, splits=2),
-    "fp8, two tiles of 24 rows": dict(format="fp8", group=64, scale_dtype="float32", rows=41, tiles=2),
+    "two tiles of 32 rows": dict(format="int4", group=32, scale_dtype="bfloat16", depth=2, rows=59, splits=2),
+    "fp8, two tiles of 24 rows": dict(format="fp8", group=64, scale_dtype="float32", rows=41),
     "one group of 4 bits": dict(format="int4", group=256, scale_dtype="bfloat16", has_zeros=True),
     "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
 }
@@ -150,7 +149,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
     for inner, widths in MODELS[name]:
         format, group, scales = form or ("int8", inner, "float32")
         for rows in (1, 8, 9, 16, 17, 33, MAX_ROWS[BITS[format]]):
-            sizes = dict(rows=rows, inner=inner, widths=widths, tiles=-(-rows // TILE_ROWS))
+            sizes = dict(rows=rows, inner=inner, widths=widths)
             c = choose(132, format=format, group=group, scale_dtype=scales, **sizes)
             if inner % group:
                 assert c is None
@@ -192,7 +191,7 @@ def test_it_lowers_for_cuda(name):
         shape = lambda y: y if y is None else jax.ShapeDtypeStruct((*lead, *y.shape), y.dtype)
         return shape(one.values), shape(one.scales), shape(one.zero_points)
 
-    tiles = jax.ShapeDtypeStruct((3, 3), jnp.int32) if config.experts else None
+    tiles = jax.ShapeDtypeStruct((config.tiles, 3), jnp.int32) if config.experts else None
     run = jax.jit(lambda x, matrices, tiles: kernel.packed_product(x, matrices, config, tiles))
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     args = x, tuple(map(matrix, config.widths)), tiles
