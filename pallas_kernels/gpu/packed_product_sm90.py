@@ -29,9 +29,10 @@ from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
+from pallas_kernels.gpu import packed_sums_sm90 as ends
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, PackedProductConfig, supports
+from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, ITEM_BYTES, PackedProductConfig, supports
 
 Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
 """values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
@@ -66,17 +67,12 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
 
 
 @dataclasses.dataclass(frozen=True)
-class _Strip:
-    """Where this CTA's columns and rows are. Addresses are those of the matrix of the tile's expert."""
+class _Strip(ends.Results):
+    """And what this CTA multiplies."""
 
     x: object  # i64: of the first row
     values: object
-    scales: object
     zeros: object  # or None
-    out: object  # i64: of the first row
-    width: object  # i32, of the matrix
-    column: object  # i32, of the strip's first
-    count: object  # i32, rows
     wg: object  # i32, of the thread
 
 
@@ -94,9 +90,9 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
         across, along = arith.remui(warp, ptx.i32(cfg.across)), arith.divui(warp, ptx.i32(cfg.across))
         acc = _sum_of_part(cfg, here, base, split, along, across)
         _store_sums(cfg, base, along, across, acc)
-        _wait_for_all(cfg)
-        _add_up(cfg, here, base, split, wg)
-        _wait_to_leave(cfg)
+        ends.wait_for_all(cfg)
+        ends.add_up(cfg, here, base, split, wg)
+        ends.wait_to_leave(cfg)
 
     multiply(*refs, sums, *map(lax.axis_index, ("strip", "tile", "split", "wg")))
 
@@ -112,7 +108,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         count = arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row))
     each = 3 if cfg.has_zeros else 2
     outs, arrays = rest[each * len(cfg.widths) :], [rest[each * i : each * (i + 1)] for i in range(len(cfg.widths))]
-    select = functools.partial(_of_matrix, cfg, strip)
+    select = functools.partial(ends.of_matrix, cfg, strip)
 
     def address(i: int, bytes_of_column: int):
         start = select([array[i] for array in arrays])
@@ -121,38 +117,19 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         sizes = [ptx.i64(width * bytes_of_column) for width in cfg.widths]
         return arith.addi(start, arith.muli(ptx.to_i64(expert), select(sizes)))
 
-    groups, size = cfg.inner // cfg.group, _bytes(cfg.scale_dtype)
-    width = select([ptx.i32(width) for width in cfg.widths])
-    row_bytes = ptx.mul(width, _bytes(cfg.dtype))
+    groups, size = cfg.inner // cfg.group, ITEM_BYTES[cfg.scale_dtype]
+    width = ends.width_of(cfg, strip)
     return _Strip(
         x=arith.addi(x, arith.muli(ptx.to_i64(row), ptx.i64(2 * cfg.inner))),
         values=address(0, cfg.inner * BITS[cfg.format] // 8),
         scales=address(1, groups * size),
         zeros=address(2, groups) if cfg.has_zeros else None,
-        out=arith.addi(select(outs), arith.muli(ptx.to_i64(row), ptx.to_i64(row_bytes))),
+        out=ends.first_result(cfg, select(outs), row, width),
         width=width,
-        column=ptx.mul(arith.subi(strip, select([ptx.i32(first) for first in cfg.first_strips])), cfg.strip),
+        column=ends.first_column(cfg, strip),
         count=count,
         wg=wg,
     )
-
-
-def _of_matrix(cfg: PackedProductConfig, strip, choices):
-    """The choice of the matrix to which a strip belongs."""
-    chosen = choices[0]
-    for first, choice in zip(cfg.first_strips[1:], choices[1:], strict=True):
-        chosen = arith.select(ptx.less(strip, ptx.i32(first)), chosen, choice)
-    return chosen
-
-
-def _bytes(dtype: str) -> int:
-    return jnp.dtype(dtype).itemsize
-
-
-def _place(base, row, width, column, size: int):
-    """Address of (row, column) of a GMEM array of rows of `width` elements of `size` bytes."""
-    at = arith.addi(arith.muli(ptx.to_i64(row), ptx.to_i64(width)), ptx.to_i64(column))
-    return arith.addi(base, arith.muli(at, ptx.i64(size)))
 
 
 def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, across) -> list:
@@ -212,7 +189,7 @@ def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
             column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
             is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
             is_used = ptx.bool_to_i32(is_used)
-            words = _load([_place(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
+            words = ends.load_words([ends.place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
             loaded.append((row, piece, is_used, words))
         for row, piece, is_used, words in loaded:
             to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
@@ -270,21 +247,6 @@ def _where(condition, compute, otherwise):
     return jax.tree.unflatten(tree, list(branch.results))
 
 
-def _load(places: list, words: int, is_used, cached: bool = True) -> list:
-    """32-bit words from each place in GMEM; what they hold is undefined where is_used is 0."""
-    count = words * len(places)
-    kind, hint = "" if words == 1 else f".v{words}", "" if cached else ".L1::no_allocate"
-    text = f"{{ .reg .pred p; setp.ne.u32 p, ${count + len(places)}, 0; "
-    for i, _ in enumerate(places):
-        names = ", ".join(f"${words * i + k}" for k in range(words))
-        names = names if words == 1 else f"{{{names}}}"
-        text += f"@p ld.global{hint}{kind}.b32 {names}, [${count + i}]; "
-    constraints = ",".join(["=r"] * count + ["l"] * len(places) + ["r"])
-    if count == 1:
-        return [ptx.asm_value(text + "}", constraints, *places, is_used)]
-    return ptx.asm_values(text + "}", constraints, count, *places, is_used)
-
-
 def _divided(words: list, each: int) -> list:
     return [words[i : i + each] for i in range(0, len(words), each)]
 
@@ -317,11 +279,11 @@ class _Places:
 
 
 def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
-    size, scale = (4 if BITS[cfg.format] == 4 else 1), _bytes(cfg.scale_dtype)
+    size, scale = (4 if BITS[cfg.format] == 4 else 1), ITEM_BYTES[cfg.scale_dtype]
     row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
     return _Places(
-        values=_place(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
-        scales=_place(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
+        values=ends.place_of(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
+        scales=ends.place_of(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
         zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
     )  # fmt: skip
 
@@ -338,14 +300,14 @@ def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> 
     first = ptx.mul(chunk, cfg.unroll * rows)
     steps = [b * rows + k for b in range(cfg.unroll) for k in range(own)]
     starts = [_rows_on(places.values, ptx.add(first, ptx.i32(step)), places.value_row) for step in steps]
-    loaded = _divided(_load(starts, words, is_used, cached=False), words)
+    loaded = _divided(ends.load_words(starts, words, is_used, cached=False), words)
     values, scales, zeros = loaded if is_four else _divided(loaded, 8), [], []
     for b in range(0, cfg.unroll, cfg.run):
         group = _group(cfg, chunk, b)
         if not cfg.is_whole:
             scales.append(_load_scales(cfg, _rows_on(places.scales, group, places.scale_row), is_used))
         if places.zeros is not None:
-            zeros.append(_load([_rows_on(places.zeros, group, places.width)], cfg.columns // 4, is_used))
+            zeros.append(ends.load_words([_rows_on(places.zeros, group, places.width)], cfg.columns // 4, is_used))
     return values, scales, zeros
 
 
@@ -360,18 +322,9 @@ def _group(cfg: PackedProductConfig, chunk, b: int):
 
 
 def _load_scales(cfg: PackedProductConfig, place, is_used) -> list:
-    size = cfg.columns * _bytes(cfg.scale_dtype)
+    size = cfg.columns * ITEM_BYTES[cfg.scale_dtype]
     places = [arith.addi(place, ptx.i64(at)) for at in range(0, size, 16)]
-    return _load(places, min(4, size // 4), is_used)
-
-
-def _float(cfg: PackedProductConfig, words, i: int):
-    """Scale i of the words that hold some."""
-    if cfg.scale_dtype == "float32":
-        return ptx.asm_value("mov.b32 $0, $1;", "=f,r", words[i], pure=True)
-    if cfg.scale_dtype == "bfloat16":
-        return ptx.float_of_bf16(words[i // 2], i % 2)
-    return ptx.float_of_f16(words[i // 2], i % 2)
+    return ends.load_words(places, min(4, size // 4), is_used)
 
 
 def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
@@ -420,7 +373,7 @@ def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
     """acc + scales * sums."""
     if words is None:
         return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if cfg.has_offset else sums
-    factors = [_float(cfg, words, i) for i in range(cfg.columns)]
+    factors = [ends.scale_number(cfg.scale_dtype, words, i) for i in range(cfg.columns)]
     return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 
 
@@ -444,62 +397,3 @@ def _store_sums(cfg: PackedProductConfig, base, along, across, acc):
             for i in range(0, cfg.columns, 4):
                 text = f"st.shared.v4.f32 [$0+{4 * i}], {{$1, $2, $3, $4}};"
                 ptx.asm(text, "r,f,f,f,f", place, *own[i : i + 4])
-
-
-def _wait_for_all(cfg: PackedProductConfig):
-    """All threads of the cluster; what they stored becomes visible."""
-    if cfg.splits == 1:
-        ptx.asm("bar.sync 0;", "")
-    else:
-        ptx.asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
-
-
-def _wait_to_leave(cfg: PackedProductConfig):
-    """Shared memory must stay until the others of the cluster have read it. Nothing was written for them."""
-    if cfg.splits > 1:
-        ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
-
-
-def _add_up(cfg: PackedProductConfig, here: _Strip, base, split, wg):
-    """Each thread of the cluster adds up some numbers of y, and stores them."""
-    threads = 128 * cfg.warpgroups * cfg.splits
-    own = ptx.add(ptx.mul(ptx.add(ptx.mul(split, cfg.warpgroups), wg), 128), ptx.thread_index())
-    peers = [base] if cfg.splits == 1 else [_of_peer(base, rank) for rank in range(cfg.splits)]
-    space = "shared" if cfg.splits == 1 else "shared::cluster"
-    for first in range(0, min(cfg.tile_rows, cfg.rows) * cfg.strip, threads):
-        number = ptx.add(own, ptx.i32(first))
-        row, column = arith.divui(number, ptx.i32(cfg.strip)), arith.remui(number, ptx.i32(cfg.strip))
-        at = ptx.add(here.column, column)
-        is_used = arith.andi(ptx.less(row, here.count), ptx.less(at, here.width))
-        is_used = ptx.bool_to_i32(is_used)
-        inside, total = ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4), None
-        for peer in peers:
-            for part in range(cfg.along):
-                offset = 4 * part * cfg.tile_rows * cfg.pitch
-                text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.{}.f32 $0, [$1+{}]; }}"
-                value = ptx.asm_value(text.format(space, offset), "=&f,r,r", ptx.add(peer, inside), is_used)
-                total = value if total is None else arith.addf(total, value)
-        if cfg.is_whole:
-            total = arith.mulf(total, _one_scale(cfg, here, at, is_used))
-        _store(cfg.dtype, _place(here.out, row, here.width, at, _bytes(cfg.dtype)), total, is_used)
-
-
-def _of_peer(place, rank: int):
-    """The same SMEM address in another CTA of the cluster."""
-    return ptx.asm_value("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", place, ptx.i32(rank))
-
-
-def _one_scale(cfg: PackedProductConfig, here: _Strip, column, is_used):
-    """The only scale of a column."""
-    odd = arith.andi(column, ptx.i32(1)) if _bytes(cfg.scale_dtype) == 2 else ptx.i32(0)
-    place = _place(here.scales, ptx.i32(0), here.width, arith.subi(column, odd), _bytes(cfg.scale_dtype))
-    return _float(cfg, [arith.shrui(_load([place], 1, is_used)[0], ptx.mul(odd, 16))], 0)
-
-
-def _store(dtype: str, place, value, is_used):
-    text = "{ .reg .pred p; .reg .b16 h; setp.ne.u32 p, $2, 0; "
-    if dtype == "float32":
-        text += "@p st.global.f32 [$0], $1; }"
-    else:
-        text += f"cvt.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}.f32 h, $1; @p st.global.b16 [$0], h; }}"
-    ptx.asm(text, "l,f,r", place, value, is_used)

@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_product_sm90 as kernel
+from pallas_kernels.gpu import packed_sums_sm90 as ends
 from pallas_kernels.gpu.packed_product_config import (
     BITS,
     MAX_ROWS,
@@ -85,16 +86,14 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     def where(condition, compute, otherwise):
         return jax.tree.map(lambda new, old: np.where(condition, new, old).astype(np.float32), compute(), otherwise)
 
-    swaps = dict(
-        _loop=loop,
-        _where=where,
-        _hold=lambda: None,
-        _wait_for_rows=lambda: None,
-        _wait_to_leave=lambda cfg: None,
-        _wait_for_all=lambda cfg: None,
-        _of_peer=of_peer,
-    )
-    with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps), mock.patch.object(codes, "arith", Arith):
+    swaps = dict(_loop=loop, _where=where, _hold=lambda: None, _wait_for_rows=lambda: None)
+    at_the_end = dict(wait_to_leave=lambda cfg: None, wait_for_all=lambda cfg: None, of_peer=of_peer, arith=Arith)
+    with (
+        emulated(kernel, machine),
+        mock.patch.multiple(kernel, **swaps),
+        mock.patch.multiple(ends, **at_the_end),
+        mock.patch.object(codes, "arith", Arith),
+    ):
         for strip in range(cfg.strips):
             for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
                 split, wg = whole // cfg.warpgroups, whole % cfg.warpgroups

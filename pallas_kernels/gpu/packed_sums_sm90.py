@@ -1,0 +1,152 @@
+"""The end of a product with packed matrices: sums in shared memory -> y in GMEM; and what both of its kernels share.
+
+Warps of a CTA and the CTAs of a cluster share the inner dimension. Each CTA has its sums in shared memory as floats
+[along, tile_rows, pitch]. All threads of the cluster add up some of them, always in the same order.
+
+A config is a PackedProductConfig or a PackedWgmmaConfig.
+"""
+
+import dataclasses
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.packed_product_config import ITEM_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Where the results of a CTA belong. Addresses are those of its matrix, and of its expert."""
+
+    scales: object  # i64
+    out: object  # i64: of the first row
+    width: object  # i32, of the matrix
+    column: object  # i32, of the strip's first
+    count: object  # i32, rows
+
+
+def results_of(cfg, addresses, strip, tile) -> Results:
+    """The results of a strip and a tile; addresses: of the scales of each matrix, then of each y."""
+    scales, outs = addresses[: len(cfg.widths)], addresses[len(cfg.widths) :]
+    row, width = ptx.mul(tile, cfg.tile_rows), width_of(cfg, strip)
+    return Results(
+        scales=of_matrix(cfg, strip, scales), out=first_result(cfg, of_matrix(cfg, strip, outs), row, width),
+        width=width, column=first_column(cfg, strip),
+        count=arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row)),
+    )  # fmt: skip
+
+
+def of_matrix(cfg, strip, choices):
+    """The choice of the matrix to which a strip belongs."""
+    chosen = choices[0]
+    for first, choice in zip(cfg.first_strips[1:], choices[1:], strict=True):
+        chosen = arith.select(ptx.less(strip, ptx.i32(first)), chosen, choice)
+    return chosen
+
+
+def width_of(cfg, strip):
+    """The width of the matrix of a strip."""
+    return of_matrix(cfg, strip, [ptx.i32(width) for width in cfg.widths])
+
+
+def first_column(cfg, strip):
+    """The first column of a strip in its matrix."""
+    first = of_matrix(cfg, strip, [ptx.i32(first) for first in cfg.first_strips])
+    return ptx.mul(arith.subi(strip, first), cfg.strip)
+
+
+def first_result(cfg, out, row, width):
+    """The address of a row of y."""
+    row_bytes = ptx.mul(width, ITEM_BYTES[cfg.dtype])
+    return arith.addi(out, arith.muli(ptx.to_i64(row), ptx.to_i64(row_bytes)))
+
+
+def place_of(base, row, width, column, size: int):
+    """Address of (row, column) of a GMEM array of rows of `width` elements of `size` bytes."""
+    at = arith.addi(arith.muli(ptx.to_i64(row), ptx.to_i64(width)), ptx.to_i64(column))
+    return arith.addi(base, arith.muli(at, ptx.i64(size)))
+
+
+def load_words(places: list, words: int, is_used, cached: bool = True) -> list:
+    """32-bit words from each place in GMEM; what they hold is undefined where is_used is 0."""
+    count = words * len(places)
+    kind, hint = "" if words == 1 else f".v{words}", "" if cached else ".L1::no_allocate"
+    text = f"{{ .reg .pred p; setp.ne.u32 p, ${count + len(places)}, 0; "
+    for i, _ in enumerate(places):
+        names = ", ".join(f"${words * i + k}" for k in range(words))
+        names = names if words == 1 else f"{{{names}}}"
+        text += f"@p ld.global{hint}{kind}.b32 {names}, [${count + i}]; "
+    constraints = ",".join(["=r"] * count + ["l"] * len(places) + ["r"])
+    if count == 1:
+        return [ptx.asm_value(text + "}", constraints, *places, is_used)]
+    return ptx.asm_values(text + "}", constraints, count, *places, is_used)
+
+
+def scale_number(dtype: str, words, i: int):
+    """Scale i, as f32, of the words that hold some."""
+    if dtype == "float32":
+        return ptx.asm_value("mov.b32 $0, $1;", "=f,r", words[i], pure=True)
+    if dtype == "bfloat16":
+        return ptx.float_of_bf16(words[i // 2], i % 2)
+    return ptx.float_of_f16(words[i // 2], i % 2)
+
+
+def wait_for_all(cfg):
+    """All threads of the cluster; what they stored becomes visible."""
+    if cfg.splits == 1:
+        ptx.asm("bar.sync 0;", "")
+    else:
+        ptx.asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
+
+
+def wait_to_leave(cfg):
+    """Shared memory must stay until the others of the cluster have read it. Nothing was written for them."""
+    if cfg.splits > 1:
+        ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
+
+
+def add_up(cfg, here: Results, base, split, wg):
+    """Each thread of the cluster adds up some numbers of y, and stores them. base: of the sums in shared memory."""
+    threads = 128 * cfg.warpgroups * cfg.splits
+    own = ptx.add(ptx.mul(ptx.add(ptx.mul(split, cfg.warpgroups), wg), 128), ptx.thread_index())
+    peers = [base] if cfg.splits == 1 else [of_peer(base, rank) for rank in range(cfg.splits)]
+    space = "shared" if cfg.splits == 1 else "shared::cluster"
+    for first in range(0, min(cfg.tile_rows, cfg.rows) * cfg.strip, threads):
+        number = ptx.add(own, ptx.i32(first))
+        row, column = arith.divui(number, ptx.i32(cfg.strip)), arith.remui(number, ptx.i32(cfg.strip))
+        at = ptx.add(here.column, column)
+        is_used = arith.andi(ptx.less(row, here.count), ptx.less(at, here.width))
+        is_used = ptx.bool_to_i32(is_used)
+        inside, total = ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4), None
+        for peer in peers:
+            for part in range(cfg.along):
+                offset = 4 * part * cfg.tile_rows * cfg.pitch
+                text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.{}.f32 $0, [$1+{}]; }}"
+                value = ptx.asm_value(text.format(space, offset), "=&f,r,r", ptx.add(peer, inside), is_used)
+                total = value if total is None else arith.addf(total, value)
+        if cfg.is_whole:
+            total = arith.mulf(total, _one_scale(cfg, here, at, is_used))
+        _store(cfg.dtype, place_of(here.out, row, here.width, at, ITEM_BYTES[cfg.dtype]), total, is_used)
+
+
+def of_peer(place, rank: int):
+    """The same SMEM address in another CTA of the cluster."""
+    return ptx.asm_value("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", place, ptx.i32(rank))
+
+
+def _one_scale(cfg, here: Results, column, is_used):
+    """The only scale of a column."""
+    size = ITEM_BYTES[cfg.scale_dtype]
+    odd = arith.andi(column, ptx.i32(1)) if size == 2 else ptx.i32(0)
+    place = place_of(here.scales, ptx.i32(0), here.width, arith.subi(column, odd), size)
+    word = arith.shrui(load_words([place], 1, is_used)[0], ptx.mul(odd, 16))
+    return scale_number(cfg.scale_dtype, [word], 0)
+
+
+def _store(dtype: str, place, value, is_used):
+    text = "{ .reg .pred p; .reg .b16 h; setp.ne.u32 p, $2, 0; "
+    if dtype == "float32":
+        text += "@p st.global.f32 [$0], $1; }"
+    else:
+        text += f"cvt.rn.{'bf16' if dtype == 'bfloat16' else 'f16'}.f32 h, $1; @p st.global.b16 [$0], h; }}"
+    ptx.asm(text, "l,f,r", place, value, is_used)
