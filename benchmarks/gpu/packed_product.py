@@ -1,4 +1,4 @@
-"""packed_product_sm90.py on a Hopper card: numbers against float64, then times beside bfloat16's product.
+"""Products with packed matrices on a Hopper card: numbers against float64, then times beside bfloat16's product.
 
     python -m benchmarks.gpu.packed_product [--write | --out DIR] [--only TEXT] [--seconds 90]
 
@@ -23,9 +23,10 @@ from jattn.ops import product as product_ops
 from jattn.ops.experts import expert_product
 from jattn.ops.product import product, products
 from jattn.ops.quantised import FORMATS, PLACES, QuantisedArray
-from pallas_kernels.gpu import packed_product_config
-from pallas_kernels.gpu.packed_product_config import PackedProductConfig
+from pallas_kernels.gpu import packed_product_config, packed_wgmma_config
 from pallas_kernels.gpu.packed_product_sm90 import packed_product
+from pallas_kernels.gpu.packed_wgmma_config import PackedWgmmaConfig
+from pallas_kernels.gpu.packed_wgmma_sm90 import packed_product_wgmma
 
 READ_RATE = 4.68e6  # bytes a microsecond
 COLD_BYTES = 200e6  # of the matrices of a call: four times the L2 cache
@@ -84,7 +85,8 @@ def ours(x, groups, config=None):
     if config is None:
         return [products(x, group, dtype=x.dtype) for group in groups]
     flat = lambda group: tuple((w.values, w.scales, w.zero_points) for w in group)
-    return [packed_product(x, flat(group), config) for group in groups]
+    kernel = packed_product_wgmma if isinstance(config, PackedWgmmaConfig) else packed_product
+    return [kernel(x, flat(group), config) for group in groups]
 
 
 @jax.jit
@@ -141,8 +143,10 @@ def measure(shape: str, form: str, rows: int) -> dict:
     return figures | dict(same=same, implementation=kernel, way=way, ok=same and err < limit and way is not None)
 
 
-def name_of(way: PackedProductConfig) -> str:
-    """Its unroll, depth, warps side by side and along, and CTAs of a cluster."""
+def name_of(way: product_ops.GpuConfig) -> str:
+    """Its unroll, depth, warps side by side and along, and CTAs of a cluster; by wgmma: see PackedWgmmaConfig."""
+    if isinstance(way, PackedWgmmaConfig):
+        return f"wgmma/{way.warpgroups}/{way.splits}/{way.depth}/{way.stages}"
     return "/".join(map(str, dataclasses.astuple(way)[-5:]))
 
 
@@ -186,9 +190,14 @@ def measure_experts(inner: int, width: int, form: str, tokens: int) -> dict:
     return figures | dict(ok=bool(err < 2.0**-8 * 5))
 
 
-def ways(given: PackedProductConfig):
+def ways(given: product_ops.GpuConfig):
     """The chosen one, with less in flight, too, and the best of other divisions by `cost`."""
     yield given
+    if isinstance(given, PackedWgmmaConfig):
+        cost = functools.partial(packed_wgmma_config.cost, processors=device.processors() or 132)
+        every = packed_wgmma_config.ways(given)
+        yield from [way for way in sorted(every, key=cost) if way != given][:7]
+        return
     yield dataclasses.replace(given, depth=2)
     cost = functools.partial(packed_product_config.cost, processors=device.processors() or 132)
     others: dict[tuple, list] = {}
@@ -204,12 +213,12 @@ def jobs_of():
     named = lambda part, *of: dict(part=part, case=label(part, *of), form=of[-2], rows=of[-1])
     eight = list(SHAPES)[:4]
     measured = [(shape, "int4_g64", rows) for rows in (1, 16, 4) for shape in eight]
-    tuned = [(shape, "int4_g64", rows) for rows in (16, 1) for shape in eight]
+    tuned = [(shape, "int4_g64", rows) for rows in (64, 16, 1) for shape in eight]
     more = [("8b_gate_up", form, rows) for rows in (1, 16) for form in list(FORMS)[1:]]
     more += [(shape, "int4_g64", rows) for rows in (1, 16) for shape in list(SHAPES)[4:]]
     more += [("8b_down", form, 8) for form in FORMS] + [("8b_gate_up", "int4_g64", 8)]
-    more += [(shape, "int4_g64", rows) for rows in (32, 64, 128) for shape in eight]
-    more += [(shape, form, rows) for form in ("fp8_g128", "int8") for rows in (1, 64) for shape in eight]
+    more += [(shape, "int4_g64", rows) for rows in (32, 64, 128, 256) for shape in eight]
+    more += [(shape, form, rows) for form in ("fp8_g128", "int8") for rows in (1, 16, 64) for shape in eight]
     case = lambda part, work, of: (named(part, *of), functools.partial(work, *of))
     yield from (case("packed_product", measure, of) for of in measured)
     yield from (case("tune", tune, of) for of in tuned)

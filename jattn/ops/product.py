@@ -17,7 +17,7 @@ from jattn import device
 from jattn.ops import many_rows
 from jattn.ops.quantised import FORMATS, QuantisedArray, is_quantised, plain
 from pallas_kernels.cpu.native import library, ops
-from pallas_kernels.gpu import packed_product_config, packed_product_sm90
+from pallas_kernels.gpu import packed_product_config, packed_product_sm90, packed_wgmma_config, packed_wgmma_sm90
 
 Arrays = tuple[jax.Array, ...]
 Kernel = jax.Array | QuantisedArray
@@ -183,23 +183,28 @@ def _packed_jvp(transposed: bool, dtype: Any, primals, tangents):
     return _packed(*primals, transposed, dtype), jax.jvp(in_steps, primals, tangents)[1]
 
 
-def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> packed_product_config.PackedProductConfig | None:
-    """The launch on this GPU for quantised matrices of one form; None if the kernel does not serve them."""
+GpuConfig = packed_product_config.PackedProductConfig | packed_wgmma_config.PackedWgmmaConfig
+
+
+def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
+    """The launch on this GPU for quantised matrices of one form; None if no kernel serves them."""
     first, processors = kernels[0], device.processors()
     if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2:
         return None
-    most = packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]
-    if x.ndim != 2 or not 1 <= x.shape[0] <= most or x.dtype != jnp.bfloat16:
+    if x.ndim != 2 or x.shape[0] < 1 or x.dtype != jnp.bfloat16:
         return None
     if not all(kernel.ndim == 2 and _form(kernel) == _form(first) for kernel in kernels):
         return None
     rows, inner = x.shape
-    return packed_product_config.choose(
-        processors, chip=device.detect().generation, rows=rows, inner=inner, format=first.format,
+    fields: dict[str, Any] = dict(
+        chip=device.detect().generation, rows=rows, inner=inner, format=first.format,
         widths=tuple(kernel.shape[-1] for kernel in kernels), group=first.group_size,
         scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
         dtype=jnp.dtype(dtype).name,
     )  # fmt: skip
+    is_few = rows <= packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]
+    of_few_rows = packed_product_config.choose if is_few else lambda processors, **fields: None
+    return packed_wgmma_config.choose(processors, **fields) or of_few_rows(processors, **fields)
 
 
 def _supports_gpu_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: Any) -> bool:
@@ -208,10 +213,12 @@ def _supports_gpu_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: A
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _gpu_packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: bool, dtype: Any) -> Arrays:
-    """The Mosaic kernel for few rows. Its derivatives are those of the dot of the dequantised matrices."""
+    """The Mosaic kernels for packed matrices. Their derivatives are those of the dot of the dequantised matrices."""
     config = _gpu_config(x, kernels, dtype)
     assert config is not None and not transposed
     matrices = tuple((kernel.values, kernel.scales, kernel.zero_points) for kernel in kernels)
+    if isinstance(config, packed_wgmma_config.PackedWgmmaConfig):
+        return packed_wgmma_sm90.packed_product_wgmma(x, matrices, config)
     return packed_product_sm90.packed_product(x, matrices, config)
 
 

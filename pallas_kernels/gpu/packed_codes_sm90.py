@@ -10,6 +10,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
 _MAGIC = 0x43004300  # 128, 128
+_INT4_OFFSET = 0x43084308  # 136, 136
 
 
 def _both(word, mask: int, bits: int = 0):
@@ -49,6 +50,17 @@ def _pair_of_nibbles(format: str, word, j: int):
         return _both(shifted(4 * j), 0x000F000F, _MAGIC)
     sign, rest = _both(shifted(4 * j - 12), 0x80008000), _both(shifted(4 * j - 6), 0x01C001C0)
     return _times(arith.ori(sign, rest), 0x7E807E80)  # 2 ** 126
+
+
+def pair_of_word(format: str, word, t):
+    """The pair of inputs 2 t and 2 t + 1 of a word of eight codes of 4 bits, without an offset; t: i32, 0 to 3."""
+    if format == "int4":
+        pair = _both(arith.shrui(word, ptx.mul(t, 4)), 0x000F000F, _MAGIC)
+        return subtract(pair, ptx.i32(_INT4_OFFSET))
+    to_bit_6 = arith.andi(ptx.add(ptx.mul(t, 4), ptx.i32(-6)), ptx.i32(31))  # where _pair_of_nibbles wants magnitudes
+    word = ptx.asm_value("shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r", word, to_bit_6, pure=True)
+    sign = _both(_shift(word, -6), 0x80008000)
+    return _times(arith.ori(sign, _both(word, 0x01C001C0)), 0x7E807E80)
 
 
 def _shift(word, right: int):

@@ -20,6 +20,8 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams, forc
 from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 
+from jattn.ops import quantised
+
 _COPIES = {}  # of each CTA: groups of copies (where to, array) that are not waited for; the last group is open
 _LOCK = threading.Lock()  # a function of inline PTX reads and writes its Refs as one step
 
@@ -451,7 +453,51 @@ def _keep_listed(closure, x, listed, stage):
     return (np.where(listed[int(stage)] >= 0, x, -np.inf).astype(np.float32),)
 
 
+def _columns_of_rows():
+    """Of packed_wgmma_sm90.py: the column of a warpgroup that is row i of wgmma."""
+    row = np.arange(64)
+    return row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+
+
+def _decoded_columns(closure, values, wg, *zeros):
+    cfg, columns = closure["cfg"], 64 * int(wg) + _columns_of_rows()
+    first = closure["span"] * cfg.span
+    if cfg.format in ("int4", "fp4"):
+        codes = np.asarray(quantised.unpacked(values, 0))[first : first + cfg.span, columns]
+        numbers = np.array(quantised.FORMATS[cfg.format].numbers)[codes]
+    else:
+        numbers = values[first : first + cfg.span, columns]
+        numbers = numbers.view(jax.numpy.float8_e4m3fn) if cfg.format == "fp8" else numbers
+    numbers = numbers.astype(np.float32) - (zeros[0].astype(np.float32)[columns] if zeros else 0)
+    exact = numbers.T.astype(jax.numpy.dtype(jax.numpy.bfloat16))
+    assert (exact.astype(np.float32) == numbers.T).all()
+    return (exact,)
+
+
+_SUMS = {}  # of a strip and a tile: the sums of each CTA of the cluster
+
+
+def _store_results(closure, memory, total, wg, strip, tile, split, *gmem):
+    cfg = closure["cfg"]
+    here = _SUMS.setdefault((int(strip), int(tile)), {})
+    here[int(split), int(wg)] = total[np.argsort(_columns_of_rows())].T
+    if len(here) < cfg.splits * cfg.warpgroups:
+        return
+    sums = np.concatenate([sum(here[s, w] for s in range(cfg.splits)) for w in range(cfg.warpgroups)], axis=1)
+    here.clear()
+    matrix = max(i for i, first in enumerate(cfg.first_strips) if first <= strip)
+    column, row = (int(strip) - cfg.first_strips[matrix]) * cfg.strip, int(tile) * cfg.tile_rows
+    scales, out = gmem[matrix], gmem[len(cfg.widths) + matrix]
+    part = out[row : row + cfg.tile_rows, column : column + cfg.strip]
+    sums = sums[: part.shape[0], : part.shape[1]]
+    factors = scales[0, column : column + cfg.strip].astype(np.float32) if cfg.is_whole else 1
+    part[...] = (sums * factors).astype(out.dtype)
+
+
 PTX = {
+    "decoded_columns": _decoded_columns,
+    "scales_of_columns": lambda closure, scales, wg: (scales.astype(np.float32)[64 * int(wg) + _columns_of_rows()],),
+    "store_results": _store_results,
     "pool_rows": _pool_rows,
     "put_rows": _put_rows,
     "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),

@@ -188,9 +188,13 @@ class Machine:
             return x if x else [np.full(self.lane.shape, int(rest.split(",")[1]) & 0xFFFFFFFF, np.uint32)]
         if kind[0] == "ld":
             width = int(kind[-2][1:]) if kind[-2].startswith("v") else 1
-            element = {"f32": np.float32, "b32": np.uint32, "b16": np.uint16}[kind[-1]]
+            element = {"f32": np.float32, "b32": np.uint32, "b16": np.uint16, "u16": np.uint16}[kind[-1]]
             assert np.where(mask, np.asarray(x[0]) + offset, 0).min() >= 0
-            return [self.load(x[0] + offset + 4 * k, element, mask) for k in range(width)]
+            loaded = [self.load(x[0] + offset + 4 * k, element, mask) for k in range(width)]
+            return [word.astype(np.uint32) for word in loaded] if kind[-1] == "u16" else loaded
+        if kind[0] == "shf":  # a rotation to the right
+            word, right = x[0].view(np.uint32), x[-1].view(np.uint32)
+            return [word >> right | word << (-right & np.uint32(31))]
         if kind[0] == "ldmatrix":
             return self._ldmatrix(x[0] + offset, "trans" in kind)
         if kind[0] == "mma":
@@ -269,6 +273,8 @@ def emulated(module, machine: Machine):
             else:
                 words[0] = words[0] & 0x7FFF7FFF
             return [np.maximum(*(x.view(np.uint16) for x in words)).view(np.uint32)]
+        if "cvt.f32.f16" in text:
+            return [args[0].view(np.float16).reshape(-1, 2)[:, int("h1;" in text)].astype(np.float32)]
         if "max.NaN.f32" in text:  # the scale of a row
             top = args[0].view(np.uint16).reshape(-1, 2).max(axis=1)
             top = top.view(ml_dtypes.bfloat16 if "shl.b32" in text else np.float16).astype(np.float32)
@@ -313,7 +319,7 @@ def emulated(module, machine: Machine):
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
     swaps = [
-        *(mock.patch.object(m, "arith", Arith) for m in {ptx, token_share, token_tile, module}),
+        *(mock.patch.object(m, "arith", Arith) for m in {ptx, token_share, token_tile, module} if hasattr(m, "arith")),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
         mock.patch.object(ptx, "f32", every(np.float32)),

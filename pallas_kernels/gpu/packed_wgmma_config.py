@@ -1,0 +1,223 @@
+"""What is static about one launch of packed_wgmma_sm90.py."""
+
+import dataclasses
+import functools
+
+from pallas_kernels.algebra.checks import Reasons
+from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES, MAX_SPLITS
+
+COLUMNS = 64  # of a warpgroup: the rows of wgmma
+PIECE = 128  # columns of 8 bits that TMA swizzles in shared memory
+TILE_ROWS = 64  # of a CTA, at most
+MAX_ROWS = 256
+"""Rows up to which it is faster than XLA's product with the dequantised matrix: gate and up of 8B take 230 us."""
+MOST_STAGES = 12
+SHARED_BYTES, SHARED_BYTES_OF_TWO = 226 * 1024, 108 * 1024  # of a CTA; of each of two on an SM
+WAYS = tuple((warpgroups, depth) for warpgroups in (4, 2) for depth in (256, 128, 64))
+"""Warpgroups of a CTA, and inputs of a stage."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedWgmmaConfig:
+    """y = x w for matrices w of one form; hashable. Not checked here: `supports` says what cannot be served."""
+
+    rows: int  # T
+    inner: int
+    widths: tuple[int, ...]  # columns of each matrix
+    format: str  # of a QuantisedArray
+    group: int  # inputs that share a scale
+    scale_dtype: str
+    has_zeros: bool = False
+    dtype: str = "float32"  # of y
+    warpgroups: int = 4  # of a CTA, side by side
+    splits: int = 1  # CTAs of a cluster, that share the inner dimension
+    depth: int = 128  # inputs of a stage
+    stages: int = 3
+
+    along = 1  # parts of the inner dimension in a CTA
+
+    @property
+    def strip(self) -> int:
+        """Columns of a CTA."""
+        return COLUMNS * self.warpgroups
+
+    @property
+    def tiles(self) -> int:
+        """Of rows."""
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a CTA: a multiple of 8."""
+        return -(-self.rows // (8 * self.tiles)) * 8
+
+    @property
+    def first_strips(self) -> tuple[int, ...]:
+        """The number of the first strip of each matrix."""
+        counts = [-(-width // self.strip) for width in self.widths]
+        return tuple(sum(counts[:i]) for i in range(len(counts)))
+
+    @property
+    def strips(self) -> int:
+        """Strips of all matrices."""
+        return sum(-(-width // self.strip) for width in self.widths)
+
+    @property
+    def chunks(self) -> int:
+        """Stages that hold the inner dimension."""
+        return self.inner // self.depth
+
+    @property
+    def is_whole(self) -> bool:
+        """One scale for each column."""
+        return self.group == self.inner
+
+    @property
+    def run(self) -> int:
+        """Inputs of a stage that have the same scales."""
+        return self.depth if self.is_whole else min(self.group, self.depth)
+
+    @property
+    def span(self) -> int:
+        """Inputs whose codes are decoded at a time, and the columns of a piece of x in shared memory."""
+        return min(self.run, 64)
+
+    @property
+    def value_rows(self) -> int:
+        """Rows of codes of a stage: of words of 4 bits, or of bytes."""
+        return self.depth // 8 if BITS[self.format] == 4 else self.depth
+
+    @property
+    def value_bytes(self) -> int:
+        """Of a stage."""
+        return self.depth * self.strip * BITS[self.format] // 8
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of scales of a stage."""
+        return 0 if self.is_whole else self.depth // self.run
+
+    @property
+    def zero_rows(self) -> int:
+        """Rows of zero points of a stage."""
+        return self.depth // self.run if self.has_zeros else 0
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the rows of x of a stage."""
+        return 2 * self.tile_rows * self.depth
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage."""
+        own = self.scale_rows * ITEM_BYTES[self.scale_dtype] + self.zero_rows
+        return self.value_bytes + self.token_bytes + own * self.strip
+
+    @property
+    def copies(self) -> int:
+        """TMA copies of a stage."""
+        return 2 + (self.scale_rows > 0) + (self.zero_rows > 0)
+
+    @property
+    def pitch(self) -> int:
+        """Floats of a row of sums in shared memory; the 4 that are not used keep stores free of conflicts."""
+        return self.strip + 4
+
+    @property
+    def sum_bytes(self) -> int:
+        """Of the sums of a CTA, which replace the codes or the rows of x at the end, whichever have more memory."""
+        return 4 * self.tile_rows * self.pitch
+
+
+def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
+    """Every reason why the kernel cannot serve this config; an empty list if it can."""
+    c, reasons = config, Reasons()
+    refuse = reasons.refuse
+    refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
+    refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
+    if reasons:
+        return reasons
+    refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
+    refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
+    refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
+    refuse(c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
+    if not c.is_whole:
+        refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
+        nested = c.group % c.depth == 0 or c.depth % c.group == 0
+        refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")
+    least = 16 if BITS[c.format] == 4 else PIECE
+    refuse(any(w % least or not w for w in c.widths), f"widths {c.widths}: TMA wants multiples of {least}")
+    refuse(not 1 <= c.splits <= min(c.chunks, MAX_SPLITS), f"{c.splits} CTAs of a cluster for {c.chunks} stages")
+    refuse(c.warpgroups not in (2, 4), f"{c.warpgroups} warpgroups: wanted 2 or 4")
+    refuse(c.stages < 3, f"{c.stages} stages: wanted at least 3")
+    if not reasons:
+        need, largest = c.stages * c.stage_bytes, c.stages * max(c.value_bytes, c.token_bytes)
+        refuse(need > SHARED_BYTES, f"{c.stages} stages, {need} bytes of shared memory: too many")
+        refuse(largest < c.sum_bytes, f"{c.sum_bytes} bytes of sums, {largest} of what they replace")
+    return reasons
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedWgmmaConfig | None:
+    """The config of these sizes that is the fastest by `cost`; None where the kernel does not serve them."""
+    base = PackedWgmmaConfig(**fields)
+    if base.format not in BITS or not fewest_rows(base) <= base.rows <= MAX_ROWS:
+        return None
+    return min(ways(base, chip), key=lambda way: cost(way, processors), default=None)
+
+
+def ways(base: PackedWgmmaConfig, chip: str = "sm_90") -> list[PackedWgmmaConfig]:
+    """Every division of the work that the kernel serves."""
+    every = (_divided(base, *way, splits) for way in WAYS for splits in range(1, MAX_SPLITS + 1))
+    return [way for way in every if not supports(way, chip=chip)]
+
+
+def fewest_rows(config: PackedWgmmaConfig) -> int:
+    """Rows from which this kernel is faster than packed_product_sm90.py; measured on an H200.
+
+    With 16 rows of int4 down of 8B takes 16.4 us instead of 19.0, the output 8.4 instead of 7.8; of zero points or fp4
+    gate and up take 28.6 and 36 instead of 26.9 and 31.8. Of 8 bits down takes 21 and 23 us instead of 26 and 31.
+    """
+    is_large = config.inner * sum(config.widths) >= 24e6
+    return 9 if BITS[config.format] == 8 or (config.format == "int4" and not config.has_zeros and is_large) else 17
+
+
+def _divided(base: PackedWgmmaConfig, warpgroups: int, depth: int, splits: int) -> PackedWgmmaConfig:
+    """One division of the work, with as many stages as fit, or as its steps and the sums need."""
+    way = dataclasses.replace(base, warpgroups=warpgroups, depth=depth, splits=splits)
+    if way.inner % depth or (not way.is_whole and way.group % depth and depth % way.group):
+        return way
+    limit = SHARED_BYTES if warpgroups == 4 else SHARED_BYTES_OF_TWO
+    for_sums = -(-way.sum_bytes // max(way.value_bytes, way.token_bytes))
+    stages = min(limit // way.stage_bytes, MOST_STAGES, max(-(-way.chunks // splits), for_sums))
+    return dataclasses.replace(way, stages=max(stages, 3))
+
+
+READ_RATE = 3.75e6  # bytes a microsecond
+START, PEER = 5.0, 0.15  # us; of each CTA of a cluster
+USABLE = {1: 0.8, 2: 0.85}  # of the places for CTAs, of one or two on an SM, where clusters have more than two
+UNIT, UNIT_OF_ROW, UNIT_OF_STAGE = 0.052, 0.0011, 3.3
+"""Microseconds of an SM for 64 columns of 64 inputs: in any case, for each row, and divided by the depth of a stage."""
+UNIT_OF_FORMAT = {"int8": -0.008, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
+UNIT_OF_SMALL_GROUP = 0.023  # with groups of 32
+
+
+def cost(config: PackedWgmmaConfig, processors: int) -> float:
+    """About the microseconds of a launch; measured on an H200 with 16 to 128 rows.
+
+    CTAs of one SM share its time. Two fit on an SM if both have two warpgroups of at most 128 registers.
+    """
+    c = config
+    few_registers = c.tile_rows <= 32 if c.span == 64 and c.depth > 128 else c.span == 64 or c.tile_rows <= 16
+    slots = 2 if few_registers and c.warpgroups == 2 and c.stages * c.stage_bytes <= SHARED_BYTES_OF_TWO else 1
+    alone, most = processors, processors * slots  # CTAs that have an SM for themselves; that run at the same time
+    if c.splits > 2:  # clusters are not spread evenly
+        alone, most = int(alone * USABLE[1]), int(most * USABLE[slots])
+    ctas, most = c.strips * c.tiles * c.splits, most // c.splits * c.splits
+    rounds = -(-ctas // most)
+    busiest = slots * (rounds - 1) + min(-(-(ctas - most * (rounds - 1)) // alone), slots)
+    unit = UNIT + UNIT_OF_ROW * c.tile_rows + UNIT_OF_STAGE / c.depth + UNIT_OF_FORMAT[c.format]
+    unit += UNIT_OF_SMALL_GROUP if c.group == 32 else 0
+    work = busiest * c.warpgroups * -(-c.chunks // c.splits) * c.depth / 64 * unit
+    read = c.inner * sum(c.widths) * BITS[c.format] / 8 / READ_RATE
+    return max(work, read) + START * (1 + (rounds - 1) / slots) + PEER * c.splits

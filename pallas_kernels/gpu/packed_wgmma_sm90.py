@@ -1,0 +1,290 @@
+"""Products of 9 to some hundred rows with packed matrices, y = x w, by wgmma.
+
+Columns of w are the rows of wgmma, and tokens its columns:
+
+    y^T [64 columns, tokens]  +=  scale[group, column] * (w^T [64, inputs of the group] . x^T [inputs, tokens])
+
+Codes, scales and rows of x come to shared memory by TMA, as many stages ahead as there are. A warpgroup turns the codes
+of its 64 columns into bfloat16 in registers, in which they are exact: the first operand of wgmma. While one warpgroup
+does so, the products of another run. Of each 16 columns, a thread (g = lane / 4, t = lane % 4) has columns 2 g and
+2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in float32 at the end of each group.
+
+Warpgroup s asks for the stages s, s + warpgroups .. of the ring; it does so one step after all have left the stage, so
+that none waits. CTAs of a cluster share the inner dimension (packed_sums_sm90.py).
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+
+from pallas_kernels.gpu import packed_codes_sm90 as codes
+from pallas_kernels.gpu import packed_sums_sm90 as sums_sm90
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.branch import when
+from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
+from pallas_kernels.gpu.packed_product_sm90 import Packed
+from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, PIECE, PackedWgmmaConfig, supports
+from pallas_kernels.gpu.row_states_sm90 import across_columns
+
+_WGMMA = plgpu.Layout.WGMMA
+
+
+@functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
+def packed_product_wgmma(x: jax.Array, matrices: tuple[Packed, ...], config: PackedWgmmaConfig) -> tuple:
+    """y [T, width] for each matrix. x bf16[T, inner]."""
+    c = config
+    if reasons := supports(c):
+        raise NotImplementedError("; ".join(reasons))
+    out_type = tuple(jax.ShapeDtypeStruct((c.rows, width), jnp.dtype(c.dtype)) for width in c.widths)
+    flat = [array for matrix in matrices for array in matrix if array is not None]
+
+    def packed_product_wgmma(x, *refs):  # the kernel's name in a profile
+        each = 3 if c.has_zeros else 2
+        outs = refs[each * len(c.widths) :]
+        arrays = [refs[each * i : each * (i + 1)] for i in range(len(c.widths))]
+        pl.run_scoped(functools.partial(_product, c, x, arrays, outs), _shared(c), collective_axes="wg")
+
+    mesh = plgpu.Mesh(
+        grid=(c.strips, c.tiles), grid_names=("strip", "tile"), cluster=(c.splits,), cluster_names=("split",),
+        num_threads=c.warpgroups, thread_name="wg",
+    )  # fmt: skip
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    call = pl.kernel(packed_product_wgmma, out_type=out_type, mesh=mesh, compiler_params=params)
+    return tuple(call(jnp.pad(x, ((0, c.tiles * c.tile_rows - c.rows), (0, 0))), *flat))
+
+
+def _transforms(cfg: PackedWgmmaConfig, name: str) -> tuple:
+    """The layout in shared memory of the codes ("values") or the rows of x ("tokens"), which TMA swizzles.
+
+    Words of 4-bit codes are as they were: the threads of a warp that read one row at a time read neighbours.
+    """
+    tiled = lambda columns, swizzle: (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
+    if name == "tokens":
+        return tiled(cfg.span, 2 * cfg.span)
+    return () if BITS[cfg.format] == 4 else tiled(PIECE, PIECE)
+
+
+def _kind(cfg: PackedWgmmaConfig, name: str):
+    return plgpu.RefType(_transforms(cfg, name))
+
+
+def _shared(cfg: PackedWgmmaConfig) -> dict:
+    value = {"int8": jnp.int8, "fp8": jnp.uint8}.get(cfg.format, jnp.uint32)
+    tile = lambda name, *shape, dtype: plgpu.SMEM(shape, dtype, transforms=_transforms(cfg, name))
+    found = dict(
+        values=tile("values", cfg.stages, cfg.value_rows, cfg.strip, dtype=value),
+        tokens=tile("tokens", cfg.stages, cfg.tile_rows, cfg.depth, dtype=jnp.bfloat16),
+        full=plgpu.Barrier(num_arrivals=cfg.copies, num_barriers=cfg.stages),
+        free=plgpu.Barrier(num_arrivals=cfg.warpgroups, num_barriers=cfg.stages),
+    )
+    if cfg.scale_rows:
+        found["scales"] = plgpu.SMEM((cfg.stages, cfg.scale_rows, cfg.strip), jnp.dtype(cfg.scale_dtype))
+    if cfg.zero_rows:
+        found["zeros"] = plgpu.SMEM((cfg.stages, cfg.zero_rows, cfg.strip), jnp.int8)
+    return found
+
+
+def _product(cfg: PackedWgmmaConfig, x, arrays, outs, smem: dict):
+    """One warpgroup."""
+    wg, split = lax.axis_index("wg"), lax.axis_index("split")
+    edge = lambda i: lax.div(i * cfg.chunks, cfg.splits)
+    first = edge(split)
+    count = edge(split + 1) - first
+    copy = functools.partial(_copy, cfg, x, arrays, smem)
+
+    @pl.loop(wg, jnp.minimum(cfg.stages, count), step=cfg.warpgroups)
+    def _(i):
+        copy(first + i, i)
+
+    def refill(i):
+        """Asks for the stage that all warpgroups have left with step i - 1."""
+        later, before = i - 1 + cfg.stages, lax.rem(i - 1 + cfg.stages, cfg.stages)
+
+        @when((wg == lax.rem(before, cfg.warpgroups)) & (i > 0) & (later < count))
+        def _():
+            plgpu.barrier_wait(smem["free"].at[before])
+            copy(first + later, before)
+
+    def step(i, total):
+        slot = lax.rem(i, cfg.stages)
+
+        def await_next():
+            when(i + 1 < count)(lambda: plgpu.barrier_wait(smem["full"].at[lax.rem(i + 1, cfg.stages)]))
+
+        for run in range(cfg.depth // cfg.run):
+            total = _add_run(cfg, smem, slot, run, wg, total, await_next)
+        when(i + cfg.stages < count)(lambda: plgpu.barrier_arrive(smem["free"].at[slot]))
+        refill(i)
+        return total
+
+    zeros = plgpu.layout_cast(jnp.zeros((COLUMNS, cfg.tile_rows), jnp.float32), _WGMMA)
+    plgpu.barrier_wait(smem["full"].at[0])
+    total = lax.fori_loop(0, count, step, zeros)
+    memory = "values" if cfg.value_bytes > cfg.token_bytes else "tokens"
+    store_results(cfg, arrays, outs, smem[memory], _kind(cfg, memory), total, wg)
+
+
+def _copy(cfg: PackedWgmmaConfig, x, arrays, smem: dict, chunk, slot):
+    """Begins to copy what is multiplied in a step."""
+    strip, row = lax.axis_index("strip"), lax.axis_index("tile") * cfg.tile_rows
+    send = lambda name, source: plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem["full"].at[slot])
+    send("tokens", x.at[pl.ds(row, cfg.tile_rows), pl.ds(chunk * cfg.depth, cfg.depth)])
+    ends = (*cfg.first_strips[1:], cfg.strips)
+    for (values, scales, *zeros), first, end in zip(arrays, cfg.first_strips, ends, strict=True):
+
+        @when((strip >= first) & (strip < end))
+        def _(values=values, scales=scales, zeros=zeros, first=first):
+            columns, group = pl.ds((strip - first) * cfg.strip, cfg.strip), lax.div(chunk * cfg.depth, cfg.group)
+            send("values", values.at[pl.ds(chunk * cfg.value_rows, cfg.value_rows), columns])
+            if cfg.scale_rows:
+                send("scales", scales.at[pl.ds(group, cfg.scale_rows), columns])
+            if cfg.zero_rows:
+                send("zeros", zeros[0].at[pl.ds(group, cfg.zero_rows), columns])
+
+
+def _add_run(cfg: PackedWgmmaConfig, smem: dict, slot, run: int, wg, total, meanwhile):
+    """total + the products of the inputs of a stage that have the same scales. meanwhile: done beside the last ones."""
+    spans = range(run * cfg.run // cfg.span, (run + 1) * cfg.run // cfg.span)
+    zeros = smem["zeros"].at[slot, run] if cfg.zero_rows else None
+
+    def multiply(acc):
+        for span in spans:
+            left = decoded_columns(cfg, smem["values"].at[slot], zeros, span, wg)
+            right = smem["tokens"].at[slot, :, pl.ds(span * cfg.span, cfg.span)].transpose((1, 0))
+            plgpu.wgmma(acc, left, right)
+        if run == cfg.depth // cfg.run - 1:
+            meanwhile()
+
+    if cfg.is_whole:  # the sums stay in the accumulator
+        return pl.run_state(multiply)(plgpu.ACC.init(total))
+
+    def scaled(acc):
+        scale = scales_of_columns(cfg, smem["scales"].at[slot, run], wg)
+        multiply(acc)
+        return acc[...] * across_columns(scale, acc.shape)
+
+    return total + pl.run_scoped(scaled, plgpu.ACC((COLUMNS, cfg.tile_rows), jnp.float32))
+
+
+def _first_column(wg):
+    """Of the two columns of this thread in the strip."""
+    g, _, _, warp = ptx.lane_position(hidden=True)
+    return ptx.add(ptx.mul(ptx.scalar_value(wg), COLUMNS), ptx.mul(warp, 16), ptx.mul(g, 2))
+
+
+def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
+    """bf16 [64 columns, span]: the numbers of this warpgroup's codes, less their zero points, of a span of a stage."""
+    is_four = BITS[cfg.format] == 4
+    kinds = [_kind(cfg, "values"), ptx.SCALAR]
+    shape = (COLUMNS, cfg.span)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*kinds, *([plgpu.RefType()] if cfg.zero_rows else [])),
+        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, _WGMMA),
+    )
+    def decode(ctx, values, wg, *zeros):
+        column = _first_column(wg)
+        offsets = _zero_pairs(zeros[0], column) if zeros else None
+        read = _words_of_four(cfg, values, column, span) if is_four else _words_of_eight(cfg, values, column, span)
+        element = utils.dtype_to_ir_type(jnp.dtype(jnp.bfloat16))
+        words = []
+        for second, place in rows.pair_places(rows.empty_fragment(shape, _WGMMA, element)):
+            word = read(place // 8, second)
+            words.append(codes.subtract(word, offsets[second]) if offsets else word)
+        return rows.fragment_of_words(shape, element, words)
+
+    return decode(values, wg, *([zeros] if cfg.zero_rows else []))
+
+
+def _words_of_four(cfg: PackedWgmmaConfig, values, column, span: int):
+    """(8 inputs, number of the column) -> the pair of inputs 2 t and 2 t + 1 of these."""
+    place, t = ptx.add(ptx.pointer(values, 3), ptx.mul(column, 4)), ptx.lane_position()[1]
+    loaded: dict[int, list] = {}
+
+    def read(eight: int, second: int):
+        if eight not in loaded:
+            offset = 4 * cfg.strip * (span * cfg.span // 8 + eight)
+            both = ptx.asm_values(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", "=r,=r,r", 2, place)
+            loaded[eight] = [codes.pair_of_word(cfg.format, word, t) for word in both]
+        return loaded[eight][second]
+
+    return read
+
+
+def _words_of_eight(cfg: PackedWgmmaConfig, values, column, span: int):
+    """The same of bytes: of each input, a thread reads those of its two columns."""
+    t, base = ptx.lane_position()[1], ptx.pointer(values, 3)
+    row = lambda odd: ptx.add(ptx.mul(t, 2), ptx.i32(odd))
+    places = [ptx.add(base, ptx.swizzled(row(odd), column, cfg.strip, PIECE)) for odd in range(2)]
+    loaded: dict[int, list] = {}
+
+    def read(eight: int, second: int):
+        if eight not in loaded:
+            offset = cfg.strip * (span * cfg.span + 8 * eight)
+            text = f"ld.shared.u16 $0, [$1+{offset}];"
+            loaded[eight] = [ptx.asm_value(text, "=r,r", place) for place in places]
+        return codes.pair_of_bytes(cfg.format, *loaded[eight], second)
+
+    return read
+
+
+def _zero_pairs(zeros, column) -> list:
+    """The zero point of each of the two columns, twice in a word."""
+    word = ptx.asm_value("ld.shared.u16 $0, [$1];", "=r,r", ptx.add(ptx.pointer(zeros, 3), column))
+    floats = [ptx.float_of_byte(word, i) for i in range(2)]
+    return [ptx.pack_16bit(x, x, "bfloat16") for x in floats]
+
+
+def scales_of_columns(cfg: PackedWgmmaConfig, scales, wg):
+    """f32 (64,): of the warpgroup's columns, from SMEM [strip]."""
+    layout = _WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ptx.SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout),
+    )
+    def read(ctx, scales, wg):
+        size = ITEM_BYTES[cfg.scale_dtype]
+        place = ptx.add(ptx.pointer(scales, 3), ptx.mul(_first_column(wg), size))
+        if size == 4:
+            found = ptx.asm_values("ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", 2, place)
+        else:
+            word = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", place)
+            of_half = ptx.float_of_bf16 if cfg.scale_dtype == "bfloat16" else ptx.float_of_f16
+            found = [of_half(word, half) for half in range(2)]
+        fragment = rows.empty_fragment((COLUMNS,), layout)
+        rows.fill(fragment, lambda i: found[i : i + 1])
+        return fragment
+
+    return read(scales, wg)
+
+
+def store_results(cfg: PackedWgmmaConfig, arrays, outs, memory, kind, total, wg):
+    """Sums of the cluster to GMEM. Those of a CTA, [tile_rows, pitch] floats, replace what was in `memory`."""
+    flat = [*(scales for _, scales, *_ in arrays), *outs]
+    numbers = [lax.axis_index(name) for name in ("strip", "tile", "split")]
+
+    @plgpu.inline_mgpu(arg_types=(kind, _WGMMA, *(ptx.SCALAR,) * 4, *(plgpu.RefType(),) * len(flat)))
+    def store(ctx, memory, total, wg, strip, tile, split, *gmem):
+        base, column, t = ptx.pointer(memory, 3), _first_column(wg), ptx.lane_position()[1]
+        wg, strip, tile, split = map(ptx.scalar_value, (wg, strip, tile, split))
+        ptx.asm("bar.sync 0;", "")  # no warpgroup needs its stages any longer
+        sums: dict[int, list] = {}
+        for (second, place), pair in zip(rows.pair_places(total), list(total.registers.flat), strict=True):
+            for k in range(2):
+                sums.setdefault(place + k, [None, None])[second] = rows.pair_element(pair, k)
+        for row, both in sums.items():
+            at = ptx.add(base, ptx.mul(ptx.add(ptx.mul(t, 2 * cfg.pitch), column), 4))
+            ptx.asm(f"st.shared.v2.f32 [$0+{4 * cfg.pitch * row}], {{$1, $2}};", "r,f,f", at, *both)
+        addresses = [ptx.pointer(ref, 0) for ref in gmem]
+        sums_sm90.wait_for_all(cfg)
+        sums_sm90.add_up(cfg, sums_sm90.results_of(cfg, addresses, strip, tile), base, split, wg)
+        sums_sm90.wait_to_leave(cfg)
+
+    store(memory, total, wg, *numbers, *flat)

@@ -1,0 +1,258 @@
+"""The product of many rows with packed matrices: in JAX's interpreter and thread by thread, and what is served."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu import packed_codes_sm90 as codes
+from pallas_kernels.gpu import packed_sums_sm90 as ends
+from pallas_kernels.gpu import packed_wgmma_sm90 as kernel
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.packed_wgmma_config import (
+    MAX_ROWS,
+    SHARED_BYTES,
+    TILE_ROWS,
+    WAYS,
+    PackedWgmmaConfig,
+    choose,
+    cost,
+    supports,
+)
+from tests.kernels.gpu.simt import Arith, Fragment, Machine, emulated
+from tests.kernels.gpu.test_packed_product import MODELS, Memory
+from tests.kernels.gpu.test_warp_mma import place_tile
+from tests.ops.test_quantised import drawn
+
+INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
+CASES = {
+    "int4": dict(format="int4", group=64, scale_dtype="bfloat16"),
+    "int4, small groups": dict(format="int4", group=32, scale_dtype="float32", rows=9, depth=64, stages=4),
+    "AWQ": dict(format="int4", group=128, scale_dtype="float16", has_zeros=True, warpgroups=4),
+    "one group of 4 bits": dict(format="int4", group=512, scale_dtype="bfloat16", has_zeros=True, depth=256),
+    "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16", rows=70, depth=64, stages=5),
+    "int8": dict(format="int8", group=512, scale_dtype="float32", rows=64, widths=(384, 128)),
+    "GPTQ of 8 bits": dict(
+        format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, dtype="bfloat16", widths=(128,)
+    ),
+    "fp8 blocks": dict(format="fp8", group=256, scale_dtype="float32", rows=33, widths=(384, 128), warpgroups=4),
+}
+
+
+def config_of(name: str, **fields) -> PackedWgmmaConfig:
+    every: dict = dict(rows=21, inner=512, widths=(272, 48), warpgroups=2) | CASES[name] | fields
+    config = PackedWgmmaConfig(**every)
+    assert not supports(config)
+    return config
+
+
+def drawn_for(config: PackedWgmmaConfig, width: int):
+    """A random matrix, and its numbers."""
+    zeros, scales = config.has_zeros, config.scale_dtype
+    return drawn(config.format, config.inner, width, config.group, zeros=zeros, seed=width, scales=scales)
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_product(name):
+    from tests.kernels.gpu.interpreter import interpreted
+
+    config = config_of(name)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(config.rows, 512)), jnp.bfloat16)
+    matrices, exact = [], []
+    for width in config.widths:
+        weight, numbers = drawn_for(config, width)
+        matrices.append((weight.values, weight.scales, weight.zero_points))
+        exact.append(numbers)
+    with interpreted():
+        found = kernel.packed_product_wgmma(x, tuple(matrices), config)
+    for y, numbers in zip(found, exact, strict=True):
+        wanted = np.asarray(x, np.float64) @ numbers
+        rounding = 2.0**-8 * np.abs(wanted).max() if config.dtype == "bfloat16" else 1e-5 * wanted.std()
+        assert np.abs(np.asarray(y, np.float64) - wanted).max() <= rounding
+
+
+def lanes_of(warpgroups: int):
+    """(warpgroup, rows of wgmma of a thread's two rows, t) of each thread."""
+    lane = np.arange(128 * warpgroups)
+    row = lane % 128 // 32 * 16 + lane % 32 // 4
+    return lane // 128, np.stack([row, row + 8]), lane % 4
+
+
+def column_of(row):
+    """The column of a warpgroup that is this row of wgmma."""
+    return row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+
+
+def on_model(machine: Machine):
+    """The kernel's functions run thread by thread."""
+    return emulated(kernel, machine), mock.patch.object(codes, "arith", Arith)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_thread_decodes_its_columns(name):
+    config = config_of(name)
+    weight, numbers = drawn(config.format, 512, config.strip, config.group, zeros=config.has_zeros, scales="float32")
+    stage = np.asarray(weight.values)[: config.value_rows]
+    machine = Machine(128 * config.warpgroups, stage.nbytes + 1024)
+    if config.format in ("int4", "fp4"):
+        machine.memory[: stage.nbytes] = stage.reshape(-1).view(np.uint8)
+    else:
+        place_tile(machine.memory, 0, stage)
+    wg, row, t = lanes_of(config.warpgroups)
+    at = lambda place: np.full(machine.lane.shape, place, np.int32)
+    for span in range(config.depth // config.span):
+        group = span * config.span // config.group
+        if config.zero_rows:
+            zero = np.asarray(weight.zero_points)[group].view(np.uint8)
+            machine.memory[stage.nbytes : stage.nbytes + zero.size] = zero
+        emulation, arithmetic = on_model(machine)
+        with emulation, arithmetic:
+            found = kernel.decoded_columns(config, at(0), at(stage.nbytes), span, wg.astype(np.int32))
+        scale = np.asarray(weight.scales, np.float64)[group]
+        places = rows.pair_places(Fragment((64, config.span), kernel._WGMMA))
+        for (second, place), word in zip(places, found.registers.flat, strict=True):
+            pair = np.ascontiguousarray(word).view(ml_dtypes.bfloat16).reshape(-1, 2)
+            column = 64 * wg + column_of(row[second])
+            for k in range(2):
+                wanted = numbers[span * config.span + place + 2 * t + k, column] / scale[column]
+                np.testing.assert_allclose(pair[:, k].astype(float), wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_thread_reads_the_scales_of_its_columns(dtype):
+    config = config_of("int4", scale_dtype=dtype, warpgroups=4)
+    scales = np.random.default_rng(1).uniform(0.5, 1.5, config.strip).astype(dtype)
+    machine = Machine(512, scales.nbytes)
+    machine.memory[:] = scales.view(np.uint8)
+    wg, row, _ = lanes_of(4)
+    emulation, arithmetic = on_model(machine)
+    with emulation, arithmetic:
+        found = kernel.scales_of_columns(config, np.zeros(512, np.int32), wg.astype(np.int32))
+    for second, (values,) in enumerate(found.registers.flat):
+        np.testing.assert_array_equal(values, scales.astype(np.float32)[64 * wg + column_of(row[second])])
+
+
+@pytest.mark.parametrize(
+    ("splits", "name", "rows_of_x"), [(1, "int8", 70), (3, "int4", 21), (2, "one group of 4 bits", 9)]
+)
+def test_every_thread_adds_up_and_stores(splits, name, rows_of_x):
+    config = config_of(name, splits=splits, rows=rows_of_x, depth=128, stages=3)
+    rng, threads = np.random.default_rng(2), 128 * config.warpgroups
+    sums = rng.normal(size=(config.strips, config.tiles, splits, config.strip, config.tile_rows)).astype(np.float32)
+    scales = [rng.uniform(0.5, 1.5, (1, width)).astype(config.scale_dtype) for width in config.widths]
+    memory, shared = Memory(), -(-config.sum_bytes // 16) * 16
+    base = memory.add(np.full(shared * splits, 0xFF, np.uint8))
+    places = [memory.add(x) for x in scales]
+    outs = [memory.add(np.full((rows_of_x, width), np.nan, np.float32)) for width in config.widths]
+    machine = memory.machine(threads * splits)
+    lane = machine.lane
+    split, wg = lane // threads, lane % threads // 128
+    row = np.stack([lane % 128 // 32 * 16 + lane % 32 // 4 + 8 * second for second in range(2)])
+    total = Fragment((64, config.tile_rows), kernel._WGMMA)
+
+    def of_peer(place, rank):
+        return base + rank * shared + (place - base) % shared
+
+    every = lambda n: np.full(lane.shape, n, np.int32)
+    at_the_end = dict(wait_to_leave=lambda cfg: None, wait_for_all=lambda cfg: None, of_peer=of_peer, arith=Arith)
+    emulation, arithmetic = on_model(machine)
+    with emulation, arithmetic, mock.patch.multiple(ends, **at_the_end):
+        for strip in range(config.strips):
+            for tile in range(config.tiles):
+                own = sums[strip, tile][split[:, None], (64 * wg + column_of(row)).T]  # [thread, second, row of x]
+                for i, (second, place) in enumerate(rows.pair_places(total)):
+                    of_pair = [own[lane, second, place + 2 * (lane % 4) + k] for k in range(2)]
+                    total.registers.reshape(-1)[i] = tuple(of_pair)
+                given = dict(strip=every(strip), tile=every(tile), split=split.astype(np.int32))
+                refs = [every(a).astype(np.int64) for a in (*places, *outs)]
+                arrays = [(None, place, *([None] * config.has_zeros)) for place in refs[:2]]
+                with mock.patch.object(kernel.lax, "axis_index", given.get):
+                    start = (base + split * shared).astype(np.int32)
+                    kernel.store_results(config, arrays, refs[2:], start, None, total, wg.astype(np.int32))
+    for i, (at, width) in enumerate(zip(outs, config.widths, strict=True)):
+        y = machine.memory[at : at + 4 * rows_of_x * width].view(np.float32).reshape(-1, width)
+        first, count = config.first_strips[i], -(-width // config.strip)
+        wanted = sums[first : first + count].sum(axis=2).transpose(1, 3, 0, 2)
+        wanted = wanted.reshape(config.tiles * config.tile_rows, -1)[:rows_of_x, :width]
+        np.testing.assert_allclose(y, wanted * (scales[i].astype(np.float32) if config.is_whole else 1), rtol=1e-6)
+
+
+FORMS = [
+    ("int4", 64, "bfloat16"), ("fp4", 32, "float16"), ("fp8", 128, "float32"), ("int8", None, "float32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
+    format, group, scales = form
+    for inner, widths in MODELS[name]:
+        for n in (17, 33, 64, 65, 200, MAX_ROWS):
+            c = choose(132, rows=n, inner=inner, widths=widths, format=format, group=group or inner, scale_dtype=scales)
+            if inner % (group or inner) or (format in ("int8", "fp8") and any(width % 128 for width in widths)):
+                assert c is None
+                continue
+            assert c is not None and not supports(c) and cost(c, 132) > 0
+            assert (c.warpgroups, c.depth) in WAYS and c.tile_rows * c.tiles >= n and c.tile_rows <= TILE_ROWS
+            assert c.stages * c.stage_bytes <= SHARED_BYTES
+            edges = [i * c.chunks // c.splits for i in range(c.splits + 1)]
+            assert min(b - a for a, b in zip(edges, edges[1:], strict=False)) >= 1
+
+
+def test_few_rows_are_left_to_the_other_kernel():
+    sizes = dict(inner=4096, widths=(4096,), scale_dtype="float32")
+    chosen = lambda **fields: choose(132, **sizes | fields)
+    assert chosen(rows=8, format="int8", group=4096) is None
+    assert chosen(rows=9, format="int8", group=4096) is not None
+    assert chosen(rows=16, format="int4", group=64) is None
+    assert chosen(rows=16, format="int4", group=64, widths=(14336,)) is not None
+    assert chosen(rows=16, format="int4", group=64, widths=(14336,), has_zeros=True) is None
+    assert chosen(rows=17, format="int4", group=64) is not None
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(group=48), "groups of 48: wanted multiples of 32"),
+        (dict(group=96, inner=768), "groups of 96: a stage of 128 inputs has parts of some"),
+        (dict(inner=448), "inner 448: wanted a multiple of 128"),
+        (dict(widths=(136,)), "widths (136,): TMA wants multiples of 16"),
+        (dict(widths=(144,), format="int8"), "widths (144,): TMA wants multiples of 128"),
+        (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
+        (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
+        (dict(dtype="int8"), "results int8: wanted floats"),
+        (dict(splits=5), "5 CTAs of a cluster for 4 stages"),
+        (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
+        (dict(warpgroups=3), "3 warpgroups: wanted 2 or 4"),
+        (dict(stages=2), "2 stages: wanted at least 3"),
+        (dict(stages=20), "bytes of shared memory"),
+        (dict(rows=64, stages=3, depth=64), "bytes of sums"),
+    ],
+)
+def test_what_is_not_served_is_refused_with_its_reason(change, reason):
+    fields: dict = dict(
+        rows=20, inner=512, widths=(128,), format="int4", group=64, scale_dtype="bfloat16", warpgroups=4
+    )
+    config = PackedWgmmaConfig(**fields | change)
+    assert any(reason in found for found in supports(config)), supports(config)
+    assert supports(config, chip="sm_80")[0].startswith("chip sm_80")
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_it_lowers_for_cuda(name, splits):
+    config = config_of(name, splits=splits)
+    matrices = []
+    for width in config.widths:
+        one, _ = drawn_for(config, width)
+        matrices.append(jax.eval_shape(lambda one=one: (one.values, one.scales, one.zero_points)))
+    run = jax.jit(lambda x, matrices: kernel.packed_product_wgmma(x, matrices, config))
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    x = jax.ShapeDtypeStruct((config.rows, 512), jnp.bfloat16)
+    export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(x, tuple(matrices))
+    assert [y.shape for y in export.out_avals] == [(config.rows, width) for width in config.widths]
+    assert "mosaic_gpu_v2" in export.mlir_module()
