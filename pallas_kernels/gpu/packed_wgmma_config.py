@@ -149,6 +149,8 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(any(w % least or not w for w in c.widths), f"widths {c.widths}: TMA wants multiples of {least}")
     refuse(not 1 <= c.splits <= min(c.chunks, MAX_SPLITS), f"{c.splits} CTAs of a cluster for {c.chunks} stages")
     refuse(c.warpgroups not in (2, 4), f"{c.warpgroups} warpgroups: wanted 2 or 4")
+    too_deep = c.depth > 128 and c.tile_rows > 32
+    refuse(too_deep, f"stages of {c.depth} inputs with {c.tile_rows} rows: a thread would spill registers")
     refuse(c.stages < 3, f"{c.stages} stages: wanted at least 3")
     if not reasons:
         need, largest = c.stages * c.stage_bytes, c.stages * max(c.value_bytes, c.token_bytes)
@@ -194,7 +196,7 @@ def _divided(base: PackedWgmmaConfig, warpgroups: int, depth: int, splits: int) 
 
 
 READ_RATE = 3.75e6  # bytes a microsecond
-START, PEER = 5.0, 0.15  # us; of each CTA of a cluster
+START, HIDDEN, PEER = 5.0, 0.6, 0.15  # us; of START, beside the other CTA of an SM; of each CTA of a cluster
 USABLE = {1: 0.8, 2: 0.85}  # of the places for CTAs, of one or two on an SM, where clusters have more than two
 UNIT, UNIT_OF_ROW, UNIT_OF_STAGE = 0.052, 0.0011, 3.3
 """Microseconds of an SM for 64 columns of 64 inputs: in any case, for each row, and divided by the depth of a stage."""
@@ -208,7 +210,7 @@ def cost(config: PackedWgmmaConfig, processors: int) -> float:
     CTAs of one SM share its time. Two fit on an SM if both have two warpgroups of at most 128 registers.
     """
     c = config
-    few_registers = c.tile_rows <= 32 if c.span == 64 and c.depth > 128 else c.span == 64 or c.tile_rows <= 16
+    few_registers = c.span == 64 or c.tile_rows <= 16
     slots = 2 if few_registers and c.warpgroups == 2 and c.stages * c.stage_bytes <= SHARED_BYTES_OF_TWO else 1
     alone, most = processors, processors * slots  # CTAs that have an SM for themselves; that run at the same time
     if c.splits > 2:  # clusters are not spread evenly
@@ -220,4 +222,5 @@ def cost(config: PackedWgmmaConfig, processors: int) -> float:
     unit += UNIT_OF_SMALL_GROUP if c.group == 32 else 0
     work = busiest * c.warpgroups * -(-c.chunks // c.splits) * c.depth / 64 * unit
     read = c.inner * sum(c.widths) * BITS[c.format] / 8 / READ_RATE
-    return max(work, read) + START * (1 + (rounds - 1) / slots) + PEER * c.splits
+    start = START * (1 + (rounds - 1) / slots) - (HIDDEN if slots > 1 and busiest > 1 and c.stages > 3 else 0)
+    return max(work, read) + start + PEER * c.splits

@@ -230,6 +230,7 @@ def test_few_rows_are_left_to_the_other_kernel():
         (dict(warpgroups=3), "3 warpgroups: wanted 2 or 4"),
         (dict(stages=2), "2 stages: wanted at least 3"),
         (dict(stages=20), "bytes of shared memory"),
+        (dict(rows=40, depth=256), "stages of 256 inputs with 40 rows: a thread would spill registers"),
         (dict(rows=64, stages=3, depth=64), "bytes of sums"),
     ],
 )
