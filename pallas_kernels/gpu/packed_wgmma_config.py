@@ -12,7 +12,8 @@ TILE_ROWS = 64  # of a CTA, at most
 MAX_ROWS = 256
 """Rows up to which it is faster than XLA's product with the dequantised matrix: gate and up of 8B take 230 us."""
 MOST_STAGES = 12
-SHARED_BYTES, SHARED_BYTES_OF_TWO = 226 * 1024, 108 * 1024  # of a CTA; of each of two on an SM
+SHARED_BYTES, SHARED_BYTES_OF_TWO = 222 * 1024, 108 * 1024
+"""Of a CTA, and of each of two on an SM, without the barriers and what Mosaic adds to each buffer: up to 1 KiB."""
 WAYS = tuple((warpgroups, depth) for warpgroups in (4, 2) for depth in (256, 128, 64))
 """Warpgroups of a CTA, and inputs of a stage."""
 
@@ -197,7 +198,8 @@ def _divided(base: PackedWgmmaConfig, warpgroups: int, depth: int, splits: int) 
 
 READ_RATE = 3.75e6  # bytes a microsecond
 START, HIDDEN, PEER = 5.0, 0.6, 0.15  # us; of START, beside the other CTA of an SM; of each CTA of a cluster
-USABLE = {1: 0.8, 2: 0.85}  # of the places for CTAs, of one or two on an SM, where clusters have more than two
+PAIRS = 0.95  # of the places for CTAs, in clusters of two
+USABLE = {1: 0.8, 2: 0.85}  # the same of one or two on an SM, in larger clusters
 UNIT, UNIT_OF_ROW, UNIT_OF_STAGE = 0.052, 0.0011, 3.3
 """Microseconds of an SM for 64 columns of 64 inputs: in any case, for each row, and divided by the depth of a stage."""
 UNIT_OF_FORMAT = {"int8": -0.008, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
@@ -213,8 +215,9 @@ def cost(config: PackedWgmmaConfig, processors: int) -> float:
     few_registers = c.span == 64 or c.tile_rows <= 16
     slots = 2 if few_registers and c.warpgroups == 2 and c.stages * c.stage_bytes <= SHARED_BYTES_OF_TWO else 1
     alone, most = processors, processors * slots  # CTAs that have an SM for themselves; that run at the same time
-    if c.splits > 2:  # clusters are not spread evenly
-        alone, most = int(alone * USABLE[1]), int(most * USABLE[slots])
+    if c.splits > 1:  # clusters are not spread evenly
+        pairs = c.splits == 2
+        alone, most = int(alone * (PAIRS if pairs else USABLE[1])), int(most * (PAIRS if pairs else USABLE[slots]))
     ctas, most = c.strips * c.tiles * c.splits, most // c.splits * c.splits
     rounds = -(-ctas // most)
     busiest = slots * (rounds - 1) + min(-(-(ctas - most * (rounds - 1)) // alone), slots)
