@@ -46,9 +46,10 @@ def kernel_config(
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
     config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation)
     if by_wgmma(chip, cache_spec.block_size):
-        units = dict(whole_units=True) if invariant else {}
-        config_of = functools.partial(default_config, keys=keys, card=device.card(), **units)
+        config_of = functools.partial(default_config, keys=keys, card=device.card())
+    units = dict(whole_units=True) if invariant else {}
     return config_of(
+        **units,
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
