@@ -84,5 +84,5 @@ def stages_that_fit(config: WarpKernelConfig, ctas: int) -> int:
     """Stages for which a multiprocessor with so many CTAs has the shared memory; 0: not even one."""
     known = CHIPS.get(config.chip, CHIPS["sm_86"])
     limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
-    one, two = (dataclasses.replace(config, stages=n).smem_bytes for n in (1, 2))
-    return max(0, min(1 + (limit - one) // (two - one), MOST_STAGES))
+    fits = lambda count: dataclasses.replace(config, stages=count).smem_bytes <= limit
+    return max(filter(fits, range(1, MOST_STAGES + 1)), default=0)

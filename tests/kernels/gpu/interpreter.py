@@ -341,7 +341,7 @@ def _put_state(closure, scratch, stats_out, acc, stats, wg):
     states = _warp_rows(acc, rows8, dim)[:, place]
     raw = scratch.reshape(-1).view(np.uint8)
     raw[: states.size * 4] = np.ascontiguousarray(states, np.float32).reshape(-1).view(np.uint8)
-    stats_out[:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1)
+    stats_out[:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1).view(stats_out.dtype)
 
 
 def _merge_and_store(
@@ -349,7 +349,7 @@ def _merge_and_store(
 ):
     warps, dim, line = closure["warps"], closure["dim"], closure["line"]
     states = np.ascontiguousarray(scratch).reshape(-1).view(np.float32)[: warps * 8 * dim].reshape(warps, 8, dim)
-    top, total = stats[: warps * 16].reshape(warps, 8, 2).transpose(2, 0, 1)
+    top, total = stats.view(np.float32)[: warps * 16].reshape(warps, 8, 2).transpose(2, 0, 1)
     for mine in range(line * warps, (line + 1) * warps):
         row = 8 * closure["n"] + mine
         if row >= nrows:
