@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED, WarpKernelConfig
-from pallas_kernels.tuning import table_path
+from pallas_kernels.gpu.supports_sm80 import supports
+from pallas_kernels.tuning import read_rows, table_path
 
 MOST_STAGES = 4
 LAYOUTS = ((2, 2), (1, 2), (1, 1))
@@ -57,19 +57,29 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
 
 
 def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
-    """The same as measured on this chip by `python -m jattn bench --tune`; {} for a shape that its table lacks."""
-    kind = "long" if config.wide_tiles else "few"
-    shape = (config.head_dim, config.v_head_dim, config.kv_dtype, kind)
-    return {} if config.token_scales else measured_table(config.chip).get(shape, {})
+    """The same as measured on this chip by `python -m jattn bench --tune`; {} for a shape that its table lacks.
+
+    A row that the kernel refuses, of an older version of it or of another chip, is not used.
+    """
+    kind = "long" if config.long_tiles else "few"
+    if config.token_scales or config.wide_tiles != config.long_tiles:  # not measured
+        return {}
+    tiles = measured_table(config.chip).get((config.head_dim, config.v_head_dim, config.kv_dtype, kind), {})
+    if not tiles:
+        return {}
+    own = dataclasses.replace(config, tile_halves=tiles["tile_halves"], stages=tiles["stages"])
+    fits = not supports(own) and own.stages <= stages_that_fit(own, tiles["ctas"])
+    return tiles if fits else {}
 
 
 @functools.cache
 def measured_table(chip: str) -> dict[tuple[int, int, str, str], dict[str, int]]:
     """(head_dim, v_head_dim, kv_dtype, "long" or "few") -> tiles; empty for a chip that nobody has tuned."""
-    path = table_path(chip)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    path, tiles = table_path(chip), ("tile_halves", "stages", "ctas")
+    counts = ("head_dim", "v_head_dim", *tiles)
+    rows = read_rows(path, texts=("kv_dtype", "kind"), counts=counts) if path.is_file() else []
     shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
-    return {shape(row): {name: row[name] for name in ("tile_halves", "stages", "ctas")} for row in rows}
+    return {shape(row): {name: row[name] for name in tiles} for row in rows}
 
 
 def _variants(rows: int | None, given: dict[str, Any]) -> dict[str, Any]:
