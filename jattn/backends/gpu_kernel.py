@@ -44,7 +44,8 @@ def kernel_config(
     if common is not None and not invariant:
         longest, keys = queries_of(common, spec.attn_type).max_query_len, keys_of(common, spec.attn_type).max_seq_len
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
-    config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation)
+    processors = device.processors() if chip == device.detect() else None
+    config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation, processors=processors)
     if by_wgmma(chip, cache_spec.block_size):
         config_of = functools.partial(default_config, keys=keys, card=device.card())
     units = dict(whole_units=True) if invariant else {}
