@@ -1,8 +1,8 @@
 """Which GPU kernel computes a layer, with which static arguments, and why one cannot: for `pallas_gpu`.
 
 There are two kernels for one interface: Hopper's (TMA and wgmma) on sm_90, and a warp-level one (cp.async and mma.sync)
-on the other chips since Ampere. A `platform` of Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too,
-to check it there.
+on the other chips since Ampere, and on sm_90 for pages of which TMA cannot copy whole groups of rows. A `platform` of
+Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too, to check it there.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches; first on NVIDIA GPUs.
+"""`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches; the first choice on GPUs.
 
 gpu_kernel.py chooses the kernel and its static arguments, gpu_plan.py divides a batch.
 

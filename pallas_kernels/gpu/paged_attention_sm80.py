@@ -1,6 +1,6 @@
-"""Ragged paged attention by mma.sync, ldmatrix and cp.async, for six chips: sm_80, 86, 89, 90, 100 and 120.
+"""Ragged paged attention by mma.sync, ldmatrix and cp.async, for NVIDIA GPUs since Ampere.
 
-config_sm80.CHIPS describes the chips. The kernel has run on sm_90 (an H200); for the others it has been compiled only.
+config_sm80.CHIPS lists the chips. The kernel has run on sm_90 (an H200); for the others it has been compiled only.
 
     ragged_paged_attention                paged_attention_sm90.py: checks, given a WarpKernelConfig
       launch                              persistent CTAs of four warps

@@ -10,8 +10,8 @@ from pallas_kernels.gpu.supports_sm80 import supports
 from pallas_kernels.tuning import read_rows, table_path
 
 MOST_STAGES = 4
-LAYOUTS = ((2, 2), (1, 2), (1, 1))
-"""(halves of a tile at the same time, CTAs of a multiprocessor), the preferred first. While one CTA waits at the
+HALVES_AND_CTAS = ((2, 2), (1, 2), (1, 1))
+"""(halves of a wide tile, CTAs that a multiprocessor holds at a time), the preferred first. While one CTA waits at the
 start or the end of a piece, the other computes."""
 MOST_COLUMNS_OF_TWO_HALVES = 128
 """The widest output for which a tile has two halves, which share each load of a key. On an H200 a prompt of 8192 tokens
@@ -41,13 +41,13 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
 
 
 def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[str, int]:
-    """The rule where nothing was measured: the first of LAYOUTS that fits, in as many stages as fit.
+    """The rule where nothing was measured: the first of HALVES_AND_CTAS that fits, in as many stages as fit.
 
     tile_halves, stages, and ctas: CTAs of a multiprocessor. halves: a given number of halves, or None.
     """
     wide = config.long_tiles and config.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES
     most, tiles = halves or (2 if wide else 1), {}
-    for count, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
+    for count, ctas in [pair for pair in HALVES_AND_CTAS if pair[0] <= most]:
         config = dataclasses.replace(config, tile_halves=count)
         stages = stages_that_fit(config, ctas)
         tiles = dict(tile_halves=count, stages=max(stages, 1), ctas=ctas)  # supports_sm80.py refuses what does not fit
