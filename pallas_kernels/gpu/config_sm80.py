@@ -10,19 +10,23 @@ from pallas_kernels.gpu.config import KV_DTYPES_8BIT, TOKEN_SCALE_BYTES, WARPGRO
 class WarpChip:
     """What the kernel needs to know of a GPU."""
 
-    processors: int  # multiprocessors of the largest product; the kernel is right with any other number
+    processors: int  # multiprocessors of the largest product; a card of another number is asked for its own
     smem: int  # bytes of shared memory of a multiprocessor
     smem_cta: int  # bytes that one CTA may use
-    lazy_columns: int = 256  # the widest for which an 8-bit cache leaves registers enough for lazy_rescale
+    lazy_columns: int = 256  # over an 8-bit cache, wider values have no lazy_rescale: it would spill registers
 
 
 CHIPS = {
     "sm_80": WarpChip(108, 164 << 10, 163 << 10),  # A100
     "sm_86": WarpChip(84, 100 << 10, 99 << 10),  # RTX 3090, A10, A40
+    "sm_87": WarpChip(16, 164 << 10, 163 << 10),  # Jetson Orin
     "sm_89": WarpChip(128, 100 << 10, 99 << 10),  # RTX 4090, L4, L40S
     "sm_90": WarpChip(132, 228 << 10, 227 << 10),  # H100, to check and time the kernel on a Hopper card
     "sm_100": WarpChip(148, 228 << 10, 227 << 10, lazy_columns=192),  # B200
+    "sm_103": WarpChip(160, 228 << 10, 227 << 10, lazy_columns=192),  # B300
+    "sm_110": WarpChip(20, 228 << 10, 227 << 10, lazy_columns=192),  # Jetson Thor
     "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
+    "sm_121": WarpChip(48, 100 << 10, 99 << 10),  # DGX Spark
 }
 SMEM_UNIT = 1024  # bytes: Mosaic gives every buffer in shared memory a multiple of them
 SMALL_ROWS = 4  # of one buffer i32[.., block_kv]: the pool's rows of two blocks, row statistics, the numbers of a piece
