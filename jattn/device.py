@@ -21,8 +21,9 @@ class Chip:
 
     @property
     def compute_capability(self) -> int:
-        """90 for 'sm_90'; 0 if the generation is unknown or is not a GPU's."""
-        return int(self.generation[3:]) if self.generation.startswith("sm_") else 0
+        """90 for 'sm_90' and 'sm_90a'; 0 if the generation is unknown or is not a GPU's."""
+        found = re.fullmatch(r"sm_(\d+)[af]?", self.generation)
+        return int(found[1]) if found else 0
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")

@@ -1,26 +1,26 @@
 """Measures the best block of keys and number of stages for every shape on this card, and writes the table of tiles.
 
     python -m jattn bench --tune [--out FILE]
+    python -m benchmarks.gpu.tune --chip sm_86    # the warp-level kernel on a Hopper card, to try the command
 
 Every candidate that fits is checked against numpy float64 and timed. It replaces the choice of
 `tile_policy.largest_tiles` only if it is at least 1 % faster. About three minutes. Each Hopper card has a table of its
 own, as pallas_kernels/tuning/nvidia_h200.json; a card without one takes the H200's. On a card without wgmma the table
 is that of the warp-level kernel (tile_policy_sm80.py) for the card's chip, pallas_kernels/tuning/sm_86.json; about ten
-minutes. --chip sm_86 tunes that kernel on a Hopper card, to try the command.
+minutes.
 """
 
 import argparse
 import json
 import pathlib
 import sys
+import tempfile
 from typing import Any
-
-import jax
 
 from benchmarks import records
 from benchmarks.gpu import cases, check
 from jattn import device
-from jattn.backends.gpu_kernel import config_reasons
+from jattn.backends.gpu_kernel import config_reasons, version_reasons
 from pallas_kernels.gpu import tile_policy, tile_policy_sm80
 from pallas_kernels.gpu.config_sm80 import CHIPS
 from pallas_kernels.tuning import table_path
@@ -73,7 +73,7 @@ class Warps:
 
     def __init__(self, chip: str):
         self.chip, self.path = chip, table_path(chip)
-        self.processors = getattr(jax.devices()[0], "core_count", None) or CHIPS[chip].processors
+        self.processors = device.processors() or CHIPS[chip].processors
 
     def _config(self, case: cases.KernelCase, **fields):
         return check.config_of(case, chip=self.chip, processors=self.processors, **fields)
@@ -124,13 +124,31 @@ def tune(kernel: Hopper | Warps, case: cases.KernelCase, kind: str, report) -> d
     return shape | tiles | dict(us=round(us, 1), rule=first[1], rule_us=round(first[0], 1), tried=len(timed))
 
 
+def check_place(chip: str, path: pathlib.Path) -> None:
+    """ValueError or OSError before minutes of measuring: for a chip without a kernel, or a file that cannot be kept."""
+    reasons = [] if chip in CHIPS else [f"chip {chip or 'unknown'}: wanted one of {', '.join(CHIPS)}"]
+    if reasons := reasons or version_reasons(device.Chip("gpu", chip)):
+        raise ValueError(f"there is no kernel to tune here: {'; '.join(reasons)}")
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file")
+    tempfile.TemporaryFile(dir=path.parent).close()
+
+
+def write_table(path: pathlib.Path, table: dict[str, Any]) -> None:
+    """The whole file or none of it: a broken one is refused where a kernel is chosen."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Tune, show how far it is, write the file."""
+    """Tune, show how far it is, write the file; 1 if the kernel refused every shape."""
     parser = argparse.ArgumentParser(prog="python -m jattn bench --tune", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, help="the file; None: the one in the package")
     parser.add_argument("--chip", choices=CHIPS, help="whose tiles of the warp-level kernel; None: the card's kernel's")
     args = parser.parse_args(argv)
     generation = args.chip or device.detect().generation
+    check_place(generation, args.out or table_path(generation))
     kernel = Hopper() if args.chip is None and generation == "sm_90" else Warps(generation)
     todo, rows, path = shapes(kernel.kinds), [], args.out or kernel.path
     for number, (case, kind) in enumerate(todo, 1):
@@ -141,10 +159,9 @@ def main(argv: list[str] | None = None) -> int:
             continue
         rows.append(tune(kernel, case, kind, report))
         print(rows[-1], flush=True)
-        text = json.dumps(records.provenance() | dict(note=kernel.note, rows=rows), indent=1)
-        path.write_text(text + "\n", encoding="utf-8")  # after each: what is measured stays
-    print(f"wrote {path}")
-    return 0
+        write_table(path, records.provenance() | dict(note=kernel.note, rows=rows))  # what is measured stays
+    print(f"wrote {path}" if rows else "the kernel refused every shape: nothing was written")
+    return 0 if rows else 1
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from benchmarks import records
 from benchmarks.gpu import cases, check, cupti, flash2, jobs
 from benchmarks.gpu.variants import BOUND, LSE_BOUND, few
 from jattn import device
+from jattn.backends.gpu_kernel import version_reasons
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config_sm80 import CHIPS
 
@@ -100,7 +101,7 @@ def read_rate() -> dict:
 
 def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[jobs.Job]:
     """The jobs, most important first."""
-    processors = getattr(jax.devices()[0], "core_count", None) or CHIPS[chip].processors
+    processors = device.processors() or CHIPS[chip].processors
     own = dict(chip=chip, processors=processors)
     on_hopper = device.detect().generation == "sm_90"
     yield dict(case="read_4g"), read_rate
@@ -163,12 +164,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = jobs.parser_of("warp", __doc__, seconds=400)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--samples", type=int, default=12, help="rows of a batch that are compared with float64")
-    parser.add_argument("--chip", help="whose tiles: sm_80, sm_86, sm_89, sm_90, sm_100 or sm_120")
-    args = parser.parse_args(argv)
+    parser.add_argument("--chip", choices=CHIPS, help="whose tiles; None: the card's")
+    args, here = parser.parse_args(argv), device.detect()
+    chip = args.chip or here.generation
+    if here.platform != "gpu":
+        parser.error(f"it needs a GPU; this process runs on {here.platform}")
+    if chip not in CHIPS:
+        parser.error(f"no kernel for {chip or 'this GPU'}; --chip takes one of {', '.join(CHIPS)}")
+    if reasons := version_reasons(device.Chip("gpu", chip)):
+        parser.error("; ".join(reasons))
     wanted = [name for name in PEER_CASES if jobs.is_wanted(f"{name} flash2", args)]
     peers = flash2.measure(wanted) if wanted else []
     origin = records.provenance()
-    chip = args.chip or device.detect().generation
     print(origin, chip, flush=True)
     rows: list[dict] = []
     wrong = jobs.run(_noting(jobs_of(chip, peers, args), rows), args, origin | dict(tiles=chip), "warp")

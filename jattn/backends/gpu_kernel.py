@@ -1,8 +1,8 @@
 """Which GPU kernel computes a layer, with which static arguments, and why one cannot: for `pallas_gpu`.
 
 There are two kernels for one interface: Hopper's (TMA and wgmma) on sm_90, and a warp-level one (cp.async and mma.sync)
-on the other chips since Ampere. A `platform` of Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too,
-to check it there.
+on the other chips since Ampere, and on sm_90 for pages of which TMA cannot copy whole groups of rows. A `platform` of
+Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too, to check it there.
 """
 
 import dataclasses
@@ -44,11 +44,13 @@ def kernel_config(
     if common is not None and not invariant:
         longest, keys = queries_of(common, spec.attn_type).max_query_len, keys_of(common, spec.attn_type).max_seq_len
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
-    config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation)
+    processors = device.processors() if chip == device.detect() else None
+    config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation, processors=processors)
     if by_wgmma(chip, cache_spec.block_size):
-        units = dict(whole_units=True) if invariant else {}
-        config_of = functools.partial(default_config, keys=keys, card=device.card(), **units)
+        config_of = functools.partial(default_config, keys=keys, card=device.card())
+    units = dict(whole_units=True) if invariant else {}
     return config_of(
+        **units,
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,

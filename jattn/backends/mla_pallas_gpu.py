@@ -161,7 +161,8 @@ class MLAGpuImpl(MLAImpl):
         self, cache: PagedKV, k: jax.Array, v: jax.Array, m: MLAMetadata, params: MLAParams
     ) -> PagedKV:
         """k is the latent kv_c [T L], v the rotated key k_pe [T R]; both pools are written in one launch."""
-        return write_latent(self.spec, cache, k, v, m.slot_mapping, params, write_pages)
+        write = functools.partial(write_pages, self.chip)
+        return write_latent(self.spec, cache, k, v, m.slot_mapping, params, write)
 
     def _short(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
         """The kernel's result. q: the tokens of the short requests."""

@@ -1,4 +1,4 @@
-"""`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches; first on NVIDIA GPUs.
+"""`pallas_gpu`: one persistent Mosaic GPU kernel for decode, prefill and mixed batches; the first choice on GPUs.
 
 gpu_kernel.py chooses the kernel and its static arguments, gpu_plan.py divides a batch.
 
@@ -82,7 +82,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
-        return write_pages(cache, k, v, m.slot_mapping, params)
+        return write_pages(self.chip, cache, k, v, m.slot_mapping, params)
 
     def rotate_update_and_forward(self, q, k, v, angles: Angles, cache: PagedKV, m: PallasGpuMetadata, params):
         """The same; in one kernel that rotates and writes, if rotate_write_sm90.py supports the layer."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, TOKEN_SCALE_BYTES, WARPGROUP_ROWS, GpuKernelConfig
 
 
@@ -9,21 +10,26 @@ from pallas_kernels.gpu.config import KV_DTYPES_8BIT, TOKEN_SCALE_BYTES, WARPGRO
 class WarpChip:
     """What the kernel needs to know of a GPU."""
 
-    processors: int  # multiprocessors of the largest product; the kernel is right with any other number
+    processors: int  # multiprocessors of the largest product; a card of another number is asked for its own
     smem: int  # bytes of shared memory of a multiprocessor
     smem_cta: int  # bytes that one CTA may use
-    lazy_columns: int = 256  # the widest for which an 8-bit cache leaves registers enough for lazy_rescale
+    lazy_columns: int = 256  # over an 8-bit cache, wider values have no lazy_rescale: it would spill registers
 
 
 CHIPS = {
     "sm_80": WarpChip(108, 164 << 10, 163 << 10),  # A100
     "sm_86": WarpChip(84, 100 << 10, 99 << 10),  # RTX 3090, A10, A40
+    "sm_87": WarpChip(16, 164 << 10, 163 << 10),  # Jetson Orin
     "sm_89": WarpChip(128, 100 << 10, 99 << 10),  # RTX 4090, L4, L40S
     "sm_90": WarpChip(132, 228 << 10, 227 << 10),  # H100, to check and time the kernel on a Hopper card
     "sm_100": WarpChip(148, 228 << 10, 227 << 10, lazy_columns=192),  # B200
+    "sm_103": WarpChip(160, 228 << 10, 227 << 10, lazy_columns=192),  # B300
+    "sm_110": WarpChip(20, 228 << 10, 227 << 10, lazy_columns=192),  # Jetson Thor
     "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
+    "sm_121": WarpChip(48, 100 << 10, 99 << 10),  # DGX Spark
 }
-SMEM_FIXED = 1024  # bytes: row statistics, the numbers of the piece, the pool's rows of two blocks
+SMEM_UNIT = 1024  # bytes: Mosaic gives every buffer in shared memory a multiple of them
+SMALL_ROWS = 4  # of one buffer i32[.., block_kv]: the pool's rows of two blocks, row statistics, the numbers of a piece
 SMEM_RESERVED = 1024  # bytes of shared memory that CUDA keeps for each CTA
 FP8_CONVERSIONS = 89  # the first compute capability that converts float8 in one instruction
 
@@ -54,10 +60,10 @@ class WarpKernelConfig(GpuKernelConfig):
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA."""
-        dims = self.head_dim + self.v_head_dim
-        key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
-        key += TOKEN_SCALE_BYTES if self.token_scales else 0
-        queries = 0 if not self.wide_tiles else self.tile_halves * WARPGROUP_ROWS * self.head_dim * 2
-        decoded = self.block_kv * self.head_dim * 2 if self.quantised and self.wide_tiles else 0
-        return queries + self.stages * self.block_kv * key + decoded + SMEM_FIXED
+        """Shared memory of one CTA, as paged_attention_sm80.py allocates it."""
+        keys, size = self.stages * self.block_kv, 1 if self.kv_dtype in KV_DTYPES_8BIT else 2
+        buffers = [keys * self.head_dim * size, keys * self.v_head_dim * size, SMALL_ROWS * self.block_kv * 4]
+        buffers += [self.tile_halves * WARPGROUP_ROWS * self.head_dim * 2] if self.wide_tiles else []
+        buffers += [self.block_kv * self.head_dim * 2] if self.wide_tiles and self.quantised else []
+        buffers += [keys * TOKEN_SCALE_BYTES] if self.token_scales else []
+        return sum(cdiv(size, SMEM_UNIT) * SMEM_UNIT for size in buffers)

@@ -1,6 +1,6 @@
-"""Ragged paged attention by mma.sync, ldmatrix and cp.async, for six chips: sm_80, 86, 89, 90, 100 and 120.
+"""Ragged paged attention by mma.sync, ldmatrix and cp.async, for NVIDIA GPUs since Ampere.
 
-config_sm80.CHIPS describes the chips. The kernel has run on sm_90 (an H200); for the others it has been compiled only.
+config_sm80.CHIPS lists the chips. The kernel has run on sm_90 (an H200); for the others it has been compiled only.
 
     ragged_paged_attention                paged_attention_sm90.py: checks, given a WarpKernelConfig
       launch                              persistent CTAs of four warps
@@ -25,7 +25,7 @@ from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
-from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
+from pallas_kernels.gpu.config_sm80 import SMALL_ROWS, WarpKernelConfig
 from pallas_kernels.gpu.copies_sm80 import sync_warps
 from pallas_kernels.gpu.narrow_sm80 import narrow_tile
 from pallas_kernels.gpu.pieces_sm90 import HI, Piece, Refs, count_pieces, piece_from_list
@@ -65,23 +65,22 @@ def _kernel(cfg: WarpKernelConfig, *gmem):
     def tile(dtype, *shape):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
-    def pieces(smem):
+    def pieces(smem, small):
         pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
-        refs = Refs(*pools, **smem)
+        refs = Refs(*pools, **smem, pool_rows=small, stats=small.at[2], piece_box=small.at[3])
         lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), lambda j, _: _piece(cfg, refs, j), None)
 
     block, stages = cfg.block_kv, cfg.stages
     smem = dict(k_tile=tile(cfg.kv_dtype, stages, block, cfg.head_dim))
     smem["v_tile"] = tile(cfg.kv_dtype, stages, block, cfg.v_head_dim)
-    smem |= dict(stats=plgpu.SMEM((64,), jnp.float32), piece_box=plgpu.SMEM((wl.INFO_COLUMNS,), jnp.int32))
-    smem["pool_rows"] = plgpu.SMEM((2, block), jnp.int32)
     if cfg.wide_tiles:
         smem["q_tile"] = tile(cfg.dtype, cfg.tile_halves, WARPGROUP_ROWS, cfg.head_dim)
     if cfg.wide_tiles and cfg.quantised:
         smem["decoded"] = tile(cfg.dtype, block, cfg.head_dim)
     if cfg.token_scales:
         smem["token_scale"] = plgpu.SMEM((stages, 2 * block), jnp.float32)
-    pl.run_scoped(pieces, smem, collective_axes="wg")
+    small = plgpu.SMEM((SMALL_ROWS, block), jnp.int32)  # one buffer, since each takes at least a KiB
+    pl.run_scoped(pieces, smem, small, collective_axes="wg")
 
 
 def _piece(cfg: WarpKernelConfig, refs: Refs, j):

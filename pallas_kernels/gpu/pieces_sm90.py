@@ -57,7 +57,7 @@ class Refs:
     q_free: object = None
     compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
-    pool_rows: object = None  # SMEM i32[2, block_kv]: the rows of the warp-level kernel's next keys in the pools
+    pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
 
 
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info

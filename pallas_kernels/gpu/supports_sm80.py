@@ -19,7 +19,7 @@ def supports(config: WarpKernelConfig) -> list[str]:
     refuse(c.block_kv not in BLOCKS, f"block_kv {c.block_kv}: wanted 64")
     refuse(c.stages < c.least_stages, f"stages {c.stages}: wanted at least {c.least_stages}")
     refuse(c.fixed_max or c.cap_fourths > 0, "fixed_max and cap_fourths: the Hopper kernel's, wanted neither")
-    refuse(c.compute_dtype is not None, f"compute_dtype {c.compute_dtype}: the Hopper kernel's, wanted none")
+    refuse(c.compute_dtype is not None, f"compute_dtype {c.compute_dtype}: wanted sm_90 and pages of a multiple of 8")
     if not reasons and c.smem_bytes > CHIPS[c.chip].smem_cta:
         reasons.append(f"{c.smem_bytes} bytes of shared memory; there are {CHIPS[c.chip].smem_cta} on {c.chip}")
     return reasons

@@ -9,14 +9,13 @@ Figures are microseconds on an H200; docs/notebook/nvidia_h200.md has the runs.
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.work_list import TILE_ROWS
-from pallas_kernels.tuning import table_path
+from pallas_kernels.tuning import read_rows, table_path
 
 NARROW_TILES = True
 """8-bit decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441."""
@@ -200,10 +199,11 @@ def measured_table(card: str = "") -> dict[tuple[int, int, str, str], dict[str, 
 
     kind: "long" (prefill and mixed batches), "few" (decode) or "narrow" (decode of an 8-bit cache).
     """
-    own = table_path(card)
-    text = (own if own.exists() else table_path(H200_TABLE)).read_text(encoding="utf-8")
+    own, tiles = table_path(card), ("block_kv", "stages")
+    path = own if own.is_file() else table_path(H200_TABLE)
+    rows = read_rows(path, texts=("kv_dtype", "kind"), counts=("head_dim", "v_head_dim", *tiles))
     shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
-    return {shape(row): {"block_kv": row["block_kv"], "stages": row["stages"]} for row in json.loads(text)["rows"]}
+    return {shape(row): {name: row[name] for name in tiles} for row in rows}
 
 
 def _stages_that_fit(config: GpuKernelConfig, block_kv: int, most: int) -> int:

@@ -2,16 +2,16 @@
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED, WarpKernelConfig
-from pallas_kernels.tuning import table_path
+from pallas_kernels.gpu.supports_sm80 import supports
+from pallas_kernels.tuning import read_rows, table_path
 
 MOST_STAGES = 4
-LAYOUTS = ((2, 2), (1, 2), (1, 1))
-"""(halves of a tile at the same time, CTAs of a multiprocessor), the preferred first. While one CTA waits at the
+HALVES_AND_CTAS = ((2, 2), (1, 2), (1, 1))
+"""(halves of a wide tile, CTAs that a multiprocessor holds at a time), the preferred first. While one CTA waits at the
 start or the end of a piece, the other computes."""
 MOST_COLUMNS_OF_TWO_HALVES = 128
 """The widest output for which a tile has two halves, which share each load of a key. On an H200 a prompt of 8192 tokens
@@ -41,13 +41,13 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
 
 
 def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[str, int]:
-    """The rule where nothing was measured: the first of LAYOUTS that fits, in as many stages as fit.
+    """The rule where nothing was measured: the first of HALVES_AND_CTAS that fits, in as many stages as fit.
 
     tile_halves, stages, and ctas: CTAs of a multiprocessor. halves: a given number of halves, or None.
     """
     wide = config.long_tiles and config.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES
     most, tiles = halves or (2 if wide else 1), {}
-    for count, ctas in [layout for layout in LAYOUTS if layout[0] <= most]:
+    for count, ctas in [pair for pair in HALVES_AND_CTAS if pair[0] <= most]:
         config = dataclasses.replace(config, tile_halves=count)
         stages = stages_that_fit(config, ctas)
         tiles = dict(tile_halves=count, stages=max(stages, 1), ctas=ctas)  # supports_sm80.py refuses what does not fit
@@ -57,19 +57,29 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
 
 
 def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
-    """The same as measured on this chip by `python -m jattn bench --tune`; {} for a shape that its table lacks."""
-    kind = "long" if config.wide_tiles else "few"
-    shape = (config.head_dim, config.v_head_dim, config.kv_dtype, kind)
-    return {} if config.token_scales else measured_table(config.chip).get(shape, {})
+    """The same as measured on this chip by `python -m jattn bench --tune`; {} for a shape that its table lacks.
+
+    A row that the kernel refuses, of an older version of it or of another chip, is not used.
+    """
+    kind = "long" if config.long_tiles else "few"
+    if config.token_scales or config.wide_tiles != config.long_tiles:  # not measured
+        return {}
+    tiles = measured_table(config.chip).get((config.head_dim, config.v_head_dim, config.kv_dtype, kind), {})
+    if not tiles:
+        return {}
+    own = dataclasses.replace(config, tile_halves=tiles["tile_halves"], stages=tiles["stages"])
+    fits = not supports(own) and own.stages <= stages_that_fit(own, tiles["ctas"])
+    return tiles if fits else {}
 
 
 @functools.cache
 def measured_table(chip: str) -> dict[tuple[int, int, str, str], dict[str, int]]:
     """(head_dim, v_head_dim, kv_dtype, "long" or "few") -> tiles; empty for a chip that nobody has tuned."""
-    path = table_path(chip)
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    path, tiles = table_path(chip), ("tile_halves", "stages", "ctas")
+    counts = ("head_dim", "v_head_dim", *tiles)
+    rows = read_rows(path, texts=("kv_dtype", "kind"), counts=counts) if path.is_file() else []
     shape = lambda row: (row["head_dim"], row["v_head_dim"], row["kv_dtype"], row["kind"])
-    return {shape(row): {name: row[name] for name in ("tile_halves", "stages", "ctas")} for row in rows}
+    return {shape(row): {name: row[name] for name in tiles} for row in rows}
 
 
 def _variants(rows: int | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -84,5 +94,5 @@ def stages_that_fit(config: WarpKernelConfig, ctas: int) -> int:
     """Stages for which a multiprocessor with so many CTAs has the shared memory; 0: not even one."""
     known = CHIPS.get(config.chip, CHIPS["sm_86"])
     limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
-    one, two = (dataclasses.replace(config, stages=n).smem_bytes for n in (1, 2))
-    return max(0, min(1 + (limit - one) // (two - one), MOST_STAGES))
+    fits = lambda count: dataclasses.replace(config, stages=count).smem_bytes <= limit
+    return max(filter(fits, range(1, MOST_STAGES + 1)), default=0)

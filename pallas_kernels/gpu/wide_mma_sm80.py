@@ -161,7 +161,7 @@ def rescaled(acc, alpha):
     return rescale(acc, alpha)
 
 
-def numbers_of(acc):
+def unpaired(acc):
     """The registers of f32 [64, V], two numbers each, as registers of one: what a loop passes from step to step.
 
     Where a chip has arithmetic on pairs, LLVM would pass pairs of registers, and copy every one of them in each step.
@@ -178,8 +178,8 @@ def numbers_of(acc):
     return take_apart(acc)
 
 
-def of_numbers(numbers, dim: int):
-    """The inverse of numbers_of: f32 [64, dim]."""
+def paired(numbers, dim: int):
+    """The inverse of unpaired: f32 [64, dim]."""
     size, shape = numbers.shape[0], (WARPGROUP_ROWS, dim)
 
     @plgpu.inline_mgpu(

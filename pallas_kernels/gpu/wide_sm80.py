@@ -78,7 +78,7 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
 
     def step(j, carry, masked):
         numbers, ids = carry
-        states = [(wide_mma.of_numbers(acc, cfg.v_head_dim), m, total) for acc, m, total in numbers]
+        states = [(wide_mma.paired(acc, cfg.v_head_dim), m, total) for acc, m, total in numbers]
         slot, kv0 = reader.slot(j), reader.first_key + j * cfg.block_kv
         reader.keys(j)
         keys = _decoded(cfg, refs, refs.k_tile.at[slot], cfg.head_dim, cfg.dtype)
@@ -108,11 +108,11 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         accs = [acc for acc, _, _ in new]
         for part in zip(*weights, strict=True):
             accs = wide_mma.add_weighted_values(accs, part, values, **kind)
-        return tuple((wide_mma.numbers_of(acc), m, total) for acc, (_, m, total) in zip(accs, new, strict=True)), ids
+        return tuple((wide_mma.unpaired(acc), m, total) for acc, (_, m, total) in zip(accs, new, strict=True)), ids
 
     acc, *others = tiles.start_state(cfg.v_head_dim)
-    start = ((wide_mma.numbers_of(acc), *others),) * len(offsets)
+    start = ((wide_mma.unpaired(acc), *others),) * len(offsets)
     states, _ = tiles.loop_over_blocks(cfg, step, tiles.full_block_bounds(piece), (start, ids))
     for offset, (acc, m, total) in zip(offsets, states, strict=True):
-        acc = wide_mma.of_numbers(acc, cfg.v_head_dim)
+        acc = wide_mma.paired(acc, cfg.v_head_dim)
         tiles.finish(cfg, refs, piece, (acc, m, lanes.sums_of_lanes(total)), jnp.int32(offset))

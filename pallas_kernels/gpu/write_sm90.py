@@ -20,8 +20,20 @@ from pallas_kernels.gpu.branch import when
 
 THREADS = 128
 SOURCES = ("bfloat16", "float16")  # dtypes of rows that the kernel quantises
+FLOAT8_SINCE, PAIRED_MAXIMA_SINCE = 89, 90
+"""The first compute capability with the instructions that round to float8, and that find the largest of two numbers of
+a word, of which a row's scale is computed."""
 CHUNKS = 4  # chunks of 16 bytes that a thread loads before it stores the first
 QUANTISED_CHUNKS = 1  # the same where the kernel quantises: write_8k_fp8_token takes 19.7 us, 20.0 with 2, 21.1 with 4
+
+
+def quantises(capability: int, source: str, target: str, *, own_scales: bool) -> bool:
+    """Does the kernel quantise rows of dtype `source` to `target` on a GPU of this compute capability (90: sm_90)?
+
+    own_scales: by scales that it computes, one for each row.
+    """
+    since = max(PAIRED_MAXIMA_SINCE if own_scales else 0, FLOAT8_SINCE if target.startswith("float8") else 0)
+    return source in SOURCES and capability >= since
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import pytest
 from jattn import backends
 from jattn.backends import AttentionType, Feature, MultipleOf
 from jattn.cache import KVCacheSpec
+from jattn.device import Chip
 from tests.backends.toy import CACHE, ToyBackend, derived
 
 
@@ -28,6 +29,13 @@ def test_defaults_are_vllms_and_every_feature_is_refused():
     assert base.get_required_kv_cache_layout() is None
     assert all(base.supports_platform(platform) for platform in ("cpu", "gpu", "tpu"))
     assert base.supports_compute_capability(0) and base.supports_compute_capability(75)
+
+
+@pytest.mark.parametrize(
+    ("generation", "capability"), [("sm_90", 90), ("sm_90a", 90), ("sm_100f", 100), ("sm_", 0), ("sm_x", 0), ("v6e", 0)]
+)
+def test_a_chips_compute_capability(generation, capability):
+    assert Chip("gpu", generation).compute_capability == capability
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """`pallas_gpu_invariant`: the same bits for a request in every batch, interpreted; what it refuses; its launches."""
 
+import numpy as np
 import pytest
 
 import jattn
 from jattn.backends import Feature
 from jattn.device import Chip
+from pallas_kernels.gpu import work_list
+from pallas_kernels.gpu.config_sm80 import CHIPS
 from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
 from tests.backends.invariance import backend_of_engine, bits
 from tests.backends.test_pallas_gpu import HOPPER, LAYER, POOL, lower
@@ -29,6 +32,20 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(feature):
             assert bits(problem, NAME, r) == bits(problem.alone(r), NAME, 0), f"request {r}"
         if feature == "plain":
             assert bits(problem, "pallas_gpu", 0) != bits(problem.alone(0), "pallas_gpu", 0)
+
+
+@pytest.mark.parametrize("page", [3, 16])
+@pytest.mark.parametrize("generation", CHIPS)
+def test_no_chip_cuts_the_keys_of_a_request(generation, page, monkeypatch):
+    """On a Hopper card, which takes the kernels of every chip with every JAX."""
+    monkeypatch.setattr(jattn.device, "detect", lambda: HOPPER)
+    spec, cache_spec = jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL | dict(block_size=page))
+    chip, lens = Chip("gpu", generation), ([1, 1, 300], [40_000, 700, 9000])
+    meta = jattn.CommonAttentionMetadata.from_lengths(*lens, np.zeros((3, 40_000 // page + 1), np.int32), page)
+    for name, cuts in ((NAME, False), ("pallas_gpu", True)):
+        work = jattn.PagedAttention(spec, cache_spec, name, chip).build(meta).work
+        blocks = np.asarray(work.cta)[:, [work_list.LINE_BLK0, work_list.LINE_BLK1]]
+        assert blocks.any() == cuts
 
 
 @pytest.mark.parametrize("needs", [(), (Feature.DECODE_BATCH_INVARIANCE,), (Feature.BATCH_INVARIANCE,)])

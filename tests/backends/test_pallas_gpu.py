@@ -12,7 +12,7 @@ from jattn.backends import Feature, gpu_kernel, resolve
 from jattn.backends.split import Halves
 from jattn.device import Chip
 from pallas_kernels.gpu import paged_attention_sm90
-from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
+from pallas_kernels.gpu.config_sm80 import CHIPS, WarpKernelConfig
 
 HOPPER = Chip("gpu", "sm_90")
 LAYER = dict(num_heads=8, num_kv_heads=2, head_dim=128)
@@ -74,7 +74,7 @@ def test_explain_names_the_kernel_of_the_chip():
     assert all(report.kernel == "" for report in reports if not report.supported)
 
 
-WARP_CHIPS = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+WARP_CHIPS = tuple(chip for chip in CHIPS if chip != "sm_90")
 
 
 @pytest.mark.parametrize("generation", WARP_CHIPS)
@@ -92,6 +92,15 @@ def test_other_chips_take_the_warp_level_kernel_where_jax_lowers_for_them(genera
     assert report.kernel.startswith("the warp-level kernel") and generation in report.kernel
     config = gpu_kernel.kernel_config(attn.spec, cache_spec, "bfloat16", chip=chip)
     assert isinstance(config, WarpKernelConfig) and config.chip == generation
+
+
+def test_a_card_gets_as_many_ctas_as_its_own_multiprocessors_hold(monkeypatch):
+    """An L4 has 58, and an RTX 4090, of the same chip, 128. A chip that is only named gets those of its largest."""
+    monkeypatch.setattr(jattn.device, "processors", lambda: 58)
+    layer = jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL), "bfloat16"
+    for here, counts in (("sm_89", (58, 116)), ("sm_80", (128, 256))):
+        monkeypatch.setattr(jattn.device, "detect", lambda here=here: Chip("gpu", here))
+        assert gpu_kernel.kernel_config(*layer, chip=Chip("gpu", "sm_89")).num_ctas in counts
 
 
 def test_a_chips_name_takes_the_warp_level_kernel_on_a_hopper_card(monkeypatch):
@@ -192,7 +201,7 @@ INT8 = dict(dtype="int8", quant="per_head")
 REFUSED = [
     (dict(cache=dict(dtype="float32")), "kv_cache_dtype not supported: float32"),
     (dict(chip=Chip("gpu", "sm_75")), "compute capability not supported"),
-    (dict(chip=Chip("gpu", "sm_110")), "chip sm_110: wanted one of sm_80"),
+    (dict(chip=Chip("gpu", "sm_130")), "chip sm_130: wanted one of sm_80"),
     (
         dict(chip=Chip("gpu", "sm_86"), spec=dict(head_dim=80), cache=dict(INT8, head_dim=80)),
         "with an 8-bit cache: wanted a multiple of 32",

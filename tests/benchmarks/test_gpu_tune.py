@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.gpu import cases, check, tune
 from pallas_kernels.gpu import tile_policy_sm80
+from pallas_kernels.gpu.supports_sm80 import supports
 
 CHIP = "sm_86"
 
@@ -21,6 +22,7 @@ def tuned(tmp_path, monkeypatch):
         return dict(us=200.0 if slow else 100.0, rel_err=1e-3)
 
     monkeypatch.setattr(check, "run_case", run_case)
+    monkeypatch.setattr(tune, "version_reasons", lambda chip: [])
     path = tmp_path / "sm_86.json"
     assert tune.main(["--chip", CHIP, "--out", str(path)]) == 0
     return path
@@ -36,16 +38,76 @@ def test_the_table_has_every_shape_and_decides_the_tiles(tuned, monkeypatch):
     config_of = lambda **fields: check.config_of(prompt, chip=CHIP, **fields)
     before = config_of()
     monkeypatch.setattr(tile_policy_sm80, "table_path", lambda chip: tuned)
-    for cached in (tile_policy_sm80.measured_table, tile_policy_sm80._chosen):
-        cached.cache_clear()
+    forget()
     after, given = config_of(), config_of(stages=2)
-    for cached in (tile_policy_sm80.measured_table, tile_policy_sm80._chosen):
-        cached.cache_clear()
+    forget()
     assert (after.tile_halves, after.stages, after.num_ctas) == (1, 1, 84) and before.num_ctas == 168
     assert given.stages == 2
 
 
+@pytest.fixture
+def config_with(tmp_path, monkeypatch):
+    """The tiles of a shape where the chip's table is this text."""
+
+    def config_of(text, **fields):
+        path = tmp_path / "sm_86.json"
+        path.write_text(text)
+        monkeypatch.setattr(tile_policy_sm80, "table_path", lambda chip: path)
+        forget()
+        return tile_policy_sm80.warp_config(**SHAPE | fields)
+
+    yield config_of
+    forget()
+
+
+def forget():
+    for cached in (tile_policy_sm80.measured_table, tile_policy_sm80._chosen):
+        cached.cache_clear()
+
+
+SHAPE = dict(chip=CHIP, num_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128, page_size=16)
+ROW = dict(head_dim=128, v_head_dim=128, kv_dtype="bfloat16", kind="long", tile_halves=1, stages=1, ctas=1)
+BROKEN_ROWS = (ROW | dict(stages="two"), ROW | dict(ctas=0), {name: ROW[name] for name in ROW if name != "ctas"})
+BROKEN = ["", "{", "[]", "{}", '{"rows": 3}', '{"rows": [3]}', *(json.dumps(dict(rows=[row])) for row in BROKEN_ROWS)]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_file_that_is_no_table_is_refused_by_name(config_with, text):
+    with pytest.raises(ValueError, match="sm_86.json is not a table of tile sizes .*jattn bench --tune"):
+        config_with(text)
+
+
+@pytest.mark.parametrize("tiles", [dict(stages=4), dict(tile_halves=3), dict(ctas=9), dict(tile_halves=2, ctas=2)])
+def test_a_row_that_the_chip_cannot_have_is_not_used(config_with, tiles):
+    """It would take the shape from pallas_gpu, and 'auto' would choose another backend in silence."""
+    rule = config_with('{"rows": []}')
+    assert config_with(json.dumps(dict(rows=[ROW | tiles]))) == rule and not supports(rule)
+
+
+def test_a_row_of_long_tiles_is_for_no_batch_of_64_rows(config_with):
+    """Two halves would compute 64 rows that no request has."""
+    table = json.dumps(dict(rows=[ROW | dict(tile_halves=2), ROW | dict(kind="few", stages=2, later_column="x")]))
+    assert config_with(table).tile_halves == 2
+    assert config_with(table, rows=64).tile_halves == 1
+    assert (config_with(table, rows=4).stages, config_with(table, rows=4).num_ctas) == (2, 84)
+
+
+def test_what_cannot_be_tuned_or_kept_is_refused_before_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "run_case", lambda *args, **fields: pytest.fail("measured"))
+    for chip, out, error in (
+        ("sm_75", tmp_path / "x.json", "chip sm_75: wanted one of"),
+        ("", tmp_path / "x.json", "chip unknown: wanted one of"),
+        ("sm_90", tmp_path / "no" / "x.json", "No such file"),
+        ("sm_90", tmp_path, "is a folder"),
+    ):
+        monkeypatch.setattr(tune.device, "detect", lambda chip=chip: tune.device.Chip("gpu", chip))
+        with pytest.raises((ValueError, OSError), match=error):
+            tune.main(["--out", str(out)])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_card_with_wrong_numbers_is_told_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "version_reasons", lambda chip: [])
     monkeypatch.setattr(check, "run_case", lambda case, args, **fields: dict(us=1.0, rel_err=0.5))
     with pytest.raises(RuntimeError, match="wrong numbers"):
         tune.main(["--chip", CHIP, "--out", str(tmp_path / "x.json")])

@@ -343,7 +343,7 @@ def _put_state(closure, scratch, stats_out, acc, stats, wg):
     states = _warp_rows(acc, rows8, dim)[:, place]
     raw = scratch.reshape(-1).view(np.uint8)
     raw[: states.size * 4] = np.ascontiguousarray(states, np.float32).reshape(-1).view(np.uint8)
-    stats_out[:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1)
+    stats_out[:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1).view(stats_out.dtype)
 
 
 def _merge_and_store(
@@ -351,7 +351,7 @@ def _merge_and_store(
 ):
     warps, dim, line = closure["warps"], closure["dim"], closure["line"]
     states = np.ascontiguousarray(scratch).reshape(-1).view(np.float32)[: warps * 8 * dim].reshape(warps, 8, dim)
-    top, total = stats[: warps * 16].reshape(warps, 8, 2).transpose(2, 0, 1)
+    top, total = stats.view(np.float32)[: warps * 16].reshape(warps, 8, 2).transpose(2, 0, 1)
     for mine in range(line * warps, (line + 1) * warps):
         row = 8 * closure["n"] + mine
         if row >= nrows:
@@ -512,8 +512,8 @@ PTX = {
     "decode_tile": _decode_tile,
     "load_per_key": lambda closure, scales: (scales,),
     "queries_times_keys": _queries_times_keys,
-    "numbers_of": lambda closure, acc: (acc.reshape(-1),),
-    "of_numbers": lambda closure, numbers: (numbers.reshape(closure["shape"]),),
+    "unpaired": lambda closure, acc: (acc.reshape(-1),),
+    "paired": lambda closure, numbers: (numbers.reshape(closure["shape"]),),
     "exponentials": lambda closure, x, factor, top: (np.exp2(x * factor - top[:, None]).astype(np.float32),),
     "bfloat16_parts": _bfloat16_parts,
     "rescaled": lambda closure, acc, alpha: (acc * alpha[:, None],),

@@ -19,8 +19,10 @@ from tests.rooms import tree
 COMPILED = (
     "decode_d64_bf16", "decode_d128_bf16", "decode_d256_e4m3_tokens", "decode_d128_int8_tokens_every_option",
     "mixed_d64_bf16", "mixed_d128_bf16_every_option", "mixed_d128_e4m3", "mixed_d256_bf16", "mixed_d256_e4m3_tokens",
-    "write_kv_pages", "rotate_and_write",
+    *registers.WRITES,
 )  # fmt: skip
+NEAR = ("sm_87", "sm_103", "sm_110", "sm_121")
+"""Chips that differ little from sm_80, 100 or 120: recorded for the cases of COMPILED, and not compiled again here."""
 COMPILERS = ("ptxas", "nvjitlink")
 MORE_REGISTERS = 8  # than recorded: another version of a compiler may need some
 MOST_SPILLED = 64  # bytes of a thread in a mixed batch
@@ -48,7 +50,7 @@ def recorded(chip, compiler):
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_case_is_recorded_and_spills_little(chip, compiler):
     rows = recorded(chip, compiler)
-    assert rows.keys() == set(registers.CASES)
+    assert rows.keys() == set(COMPILED if chip in NEAR else registers.CASES)
     for case, row in rows.items():
         assert row["registers"] <= 255 and row.get("smem", 0) <= CHIPS[chip].smem_cta, row
         assert max(row["spill_stores"], row["spill_loads"]) <= most_spilled(chip, case), row
@@ -56,7 +58,7 @@ def test_every_case_is_recorded_and_spills_little(chip, compiler):
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(MISSING), reason=f"it needs {MISSING}")
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", [chip for chip in CHIPS if chip not in NEAR])
 def test_no_kernel_needs_more_than_is_recorded(chip):
     """Where a kernel was changed on purpose: python -m benchmarks.gpu.registers sm_86 --write, for every chip."""
     command = [sys.executable, "-m", "benchmarks.gpu.registers", chip, *COMPILED]

@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu.config_sm80 import CHIPS
+from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports_sm80 import supports
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
@@ -213,7 +214,23 @@ def test_a_kernel_fits_every_chip_and_head(chip, rows):
         assert not supports(config)
         assert config.num_ctas % CHIPS[chip].processors == 0
         ctas = config.num_ctas // CHIPS[chip].processors
-        assert ctas * (config.smem_bytes + 1024) <= CHIPS[chip].smem
+        assert ctas * (config.smem_bytes + SMEM_RESERVED) <= CHIPS[chip].smem
+
+
+ALLOCATED = (
+    dict(rows=2), dict(), dict(E4M3, rows=2), dict(E4M3), dict(E4M3, token_scales=True),
+    dict(kv_dtype="int8", token_scales=True, rows=2, stages=3), dict(head_dim=80, v_head_dim=48, stages=3),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", ALLOCATED, ids=str)
+def test_shared_memory_is_counted_as_mosaic_allocates_it(fields):
+    """Mosaic takes the device's limit, which a machine without a GPU lacks, and refuses a byte more."""
+    config = warp_config(**SHAPE | fields)
+    with artificial_shared_memory_limit(config.smem_bytes):
+        lower(config)
+    with artificial_shared_memory_limit(config.smem_bytes - 1), pytest.raises(ValueError, match="shared memory"):
+        lower(config)
 
 
 def test_two_halves_get_the_stages_that_let_two_ctas_share_a_multiprocessor():
@@ -221,7 +238,7 @@ def test_two_halves_get_the_stages_that_let_two_ctas_share_a_multiprocessor():
     fields = SHAPE | dict(chip="sm_90", head_dim=128, v_head_dim=128, num_ctas=264)
     config = warp_config(**fields, tile_halves=2)
     assert (config.tile_halves, config.stages) == (2, 2)
-    assert 2 * (config.smem_bytes + 1024) <= CHIPS["sm_90"].smem
+    assert 2 * (config.smem_bytes + SMEM_RESERVED) <= CHIPS["sm_90"].smem
 
 
 LOWERED = {
