@@ -84,10 +84,3 @@ def mark(items: Sequence[pytest.Item], root: Path) -> None:
         if function in begun and zlib.crc32(item.name.encode()) % n:
             item.add_marker(pytest.mark.slow)
         begun.add(function)
-
-
-def check(root: Path) -> None:
-    """pytest.UsageError where a row names a file that is not there."""
-    gone = [file for file in ONE_IN if not (root / file).exists()]
-    if gone:
-        raise pytest.UsageError(f"tests/sampled.py names files that are not there: {', '.join(gone)}")
