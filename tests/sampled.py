@@ -68,6 +68,7 @@ ONE_IN = {
     "tests/models/test_neighbours.py": 10,
     "tests/models/test_parity.py": 3,
     "tests/models/test_quantising.py": 3,
+    "tests/models/test_wrappers.py": 2,
     "tests/nn/test_rope.py": 3,
     "tests/nn/test_scan.py": 3,
     "tests/ops/test_cpu_loop.py": 10,
