@@ -103,7 +103,8 @@ def of_one_device(config):
 )
 def test_the_tokens_are_those_of_one_device_and_nothing_compiles(config, ranks, is_deterministic, compiles):
     """A deterministic engine has one program, which is soon compiled."""
-    served = engine(config, mesh=mesh(ranks), deterministic=is_deterministic)
+    few = dict(max_num_seqs=2, num_blocks=16)  # few programs, and too few blocks
+    served = engine(config, mesh=mesh(ranks), deterministic=is_deterministic, **few)
     served.warmup()
     with compiles() as seen:
         tokens = tokens_of_a_trace(served)
