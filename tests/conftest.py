@@ -110,8 +110,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     quick.mark(items)
     sampled.mark(items, config.rootpath)
     if not any("::" in argument for argument in config.args) and not config.getoption("lf", False):  # files are whole
-        quick.check(items, config.rootpath)
-        sampled.check(config.rootpath)
+        quick.check(items)
+        check_places(config.rootpath)
+
+
+def check_places(root: Path) -> None:
+    """pytest.UsageError where tests/quick.py or tests/sampled.py names a place that is not there."""
+    if gone := [place for place in (*quick.SUBSET, *sampled.ONE_IN) if not (root / place).exists()]:
+        raise pytest.UsageError(f"tests/quick.py and tests/sampled.py name what is not there: {', '.join(gone)}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -32,7 +32,7 @@ def test_the_tokens_are_those_of_one_device_and_nothing_compiles(
     with compiles() as seen:
         tokens = on_mesh.tokens_of_a_trace(served)
     assert seen.names == []
-    assert tokens == of_one_device(config, is_deterministic)
+    assert tokens == of_one_device(config)
 
 
 def test_each_rank_has_its_part_of_weights_and_cache():

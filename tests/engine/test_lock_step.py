@@ -82,7 +82,7 @@ def test_a_follower_repeats_every_plan_and_token_of_the_leader(processes):
         send = each._flights.send
         each._flights.send = lambda plan, *more, send=send, seen=seen: seen.append(plan) or send(plan, *more)
     assert leader.warmup() == 1
-    assert tokens_of_a_trace(leader) == of_one_device(LLAMA, True)
+    assert tokens_of_a_trace(leader) == of_one_device(LLAMA)
     leader.processes.leave()
     follower.follow()
     follower.processes.leave()

@@ -9,13 +9,12 @@ from jattn import models
 from jattn.engine import Engine, SamplingParams
 from jattn.text import ByteTokenizer
 
-CONFIG = models.config_of(
-    dict(
-        model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=300, hidden_size=128, intermediate_size=256,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
-        rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu", eos_token_id=0,
-    )
+VALUES = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=300, hidden_size=128, intermediate_size=256,
+    num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=512,
+    rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu", eos_token_id=0,
 )  # fmt: skip
+CONFIG = models.config_of(VALUES)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,9 @@ from jattn.engine.request import Sequence
 from jattn.engine.scheduler import Row
 from jattn.metadata.cascade import prefix_levels
 from jattn.spec import AttentionSpec
-from tests.engine.test_no_compilation import CONFIG
+from tests.engine.test_no_compilation import VALUES
 
+CONFIG = models.config_of(VALUES | dict(num_hidden_layers=2))
 READ: list[tuple[int, int]] = []
 """(keys of the prefix, requests) of each step with levels, as the backend below computed it."""
 

@@ -20,7 +20,7 @@ from tests.rooms.tree import ROOT
 CONFIG = models.config_of(
     dict(
         model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=64, hidden_size=32, intermediate_size=32,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=64,
         rms_norm_eps=1e-5, rope_theta=1e4, tie_word_embeddings=False, hidden_act="silu", eos_token_id=0,
     )
 )  # fmt: skip
@@ -43,7 +43,7 @@ print(json.dumps([programs, seen]))
 
 
 def engine(config=CONFIG) -> Engine:
-    sizes = dict(num_blocks=20, block_size=4, max_num_seqs=4, max_num_batched_tokens=32)
+    sizes = dict(num_blocks=20, block_size=4, max_num_seqs=2, max_num_batched_tokens=32)  # few programs
     return Engine(config, models.init_params(config, 0, "float32"), **sizes)
 
 

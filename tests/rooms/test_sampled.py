@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import sampled
+from tests import conftest, quick, sampled
+from tests.rooms import tree
 
 
 class Item:
@@ -43,7 +44,9 @@ def test_a_test_that_is_slow_anyway_stays_so_and_is_not_the_first(monkeypatch):
     assert runs(items) == [False, True, False]
 
 
-def test_a_file_that_is_not_there_is_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(sampled, "ONE_IN", {"tests/gone.py": 2})
+@pytest.mark.parametrize(("module", "table"), [(sampled, "ONE_IN"), (quick, "SUBSET")])
+def test_a_file_that_is_not_there_is_named(module, table, monkeypatch):
+    conftest.check_places(tree.ROOT)
+    monkeypatch.setitem(getattr(module, table), "tests/gone.py", "")
     with pytest.raises(pytest.UsageError, match="tests/gone.py"):
-        sampled.check(tmp_path)
+        conftest.check_places(tree.ROOT)
