@@ -97,10 +97,10 @@ def product_of_many_rows(gated: bool) -> dict:
     return dict(error=error, ok=served and error < 6e-2)
 
 
-def packed(form: str) -> dict:
-    """8 rows times a small packed matrix."""
+def packed(form: str, rows: int) -> dict:
+    """Some rows times a small packed matrix. 8 are multiplied by mma.sync, 70 by wgmma, in two tiles."""
     group = (packed_product.draw(form, 1024, 1024, 0),)
-    x = jax.random.normal(jax.random.key(9), (8, 1024), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(9), (rows, 1024), jnp.bfloat16)
     error = packed_product.error(packed_product.ours(x, [group])[0], x, group)
     kernel = product._choose(x, group, x.dtype).name
     return dict(error=error, kernel=kernel, ok=error < 2.0**-8 * 5 and kernel == "gpu_packed")
@@ -124,7 +124,7 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
     for name in write.CASES:
         found[f"write {name}"] = functools.partial(write.measure, name, iterations=0)
     for form in packed_product.FORMS:
-        found[f"packed {form}"] = functools.partial(packed, form)
+        found |= {f"packed{rows} {form}": functools.partial(packed, form, rows) for rows in (8, 70)}
     found |= {"control race": faults.race, "control bounds": faults.bounds}
     found |= {f"many_rows {'gated' if g else 'joined'}": functools.partial(product_of_many_rows, g) for g in (0, 1)}
     return found | {"layer_tail": tail}

@@ -7,6 +7,7 @@ Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too, to check 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 
@@ -48,7 +49,7 @@ def kernel_config(
     config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation, processors=processors)
     if by_wgmma(chip, cache_spec.block_size):
         config_of = functools.partial(default_config, keys=keys, card=device.card())
-    units = dict(whole_units=True) if invariant else {}
+    units: dict[str, Any] = dict(whole_units=True) if invariant else {}
     return config_of(
         **units,
         rows=longest and longest * spec.group_size,
