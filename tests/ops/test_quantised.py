@@ -165,7 +165,7 @@ def test_unknown_formats_are_refused():
 
 
 def test_matrices_that_the_gpu_kernel_takes(monkeypatch):
-    """On Hopper, up to 128 bfloat16 rows of 4 bits, 64 of 8; everything else goes to the dot."""
+    """On Hopper, up to 256 bfloat16 rows, or 128 of 4 bits and 64 of 8; everything else goes to the dot."""
     monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_90"))
     monkeypatch.setattr(product_ops.device, "processors", lambda: 132)
     made = lambda format, group, axis=-2, **how: drawn(format, 256, 128, group, axis=axis, **how)[0]
@@ -174,13 +174,15 @@ def test_matrices_that_the_gpu_kernel_takes(monkeypatch):
         x = jnp.ones((rows, kernels[0].shape[kernels[0].axis]), dtype)
         return product_ops._choose(x, kernels, jnp.dtype("float32")).name
 
-    for kernel in (
-        made("int4", 64, zeros=True),
-        made("fp4", 32, scales="bfloat16"),
-        made("int8", 256),
-        made("fp8", 128),
+    odd = lambda format, group, width: (drawn(format, 256, width, group)[0], 128 if format == "int4" else 64)
+    for kernel, most in (
+        (made("int4", 64, zeros=True), 256),
+        (made("fp4", 32, scales="bfloat16"), 256),
+        (made("int8", 256), 256),
+        (made("fp8", 128), 256),
+        odd("int4", 64, 120),
+        odd("int8", 256, 144),
     ):
-        most = 128 if kernel.format in ("int4", "fp4") else 64
         assert [chosen(rows, kernel) for rows in (1, most, most + 1)] == ["gpu_packed", "gpu_packed", "dot"]
         assert chosen(3, kernel, kernel) == "gpu_packed"
         assert chosen(3, kernel, dtype="float32") == "dot"

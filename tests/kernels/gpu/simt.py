@@ -273,13 +273,13 @@ def emulated(module, machine: Machine):
             else:
                 words[0] = words[0] & 0x7FFF7FFF
             return [np.maximum(*(x.view(np.uint16) for x in words)).view(np.uint32)]
-        if "cvt.f32.f16" in text:
-            return [args[0].view(np.float16).reshape(-1, 2)[:, int("h1;" in text)].astype(np.float32)]
         if "max.NaN.f32" in text:  # the scale of a row
             top = args[0].view(np.uint16).reshape(-1, 2).max(axis=1)
             top = top.view(ml_dtypes.bfloat16 if "shl.b32" in text else np.float16).astype(np.float32)
             factor, least = (np.uint32(int(x, 16)).view(np.float32) for x in re.findall("0f([0-9A-F]{8})", text))
             return [np.maximum(top * factor, least)]
+        if "cvt.f32.f16" in text:
+            return [args[0].view(np.float16).reshape(-1, 2)[:, int("h1;" in text)].astype(np.float32)]
         if "e4m3x2.f32 h" in text:  # four f32 -> a word
             four = np.clip(np.stack(args, 1), -448, 448).astype(EIGHT["float8_e4m3fn"])
             return [np.ascontiguousarray(four).view(np.uint32).reshape(-1)]
