@@ -146,8 +146,8 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
         nested = c.group % c.depth == 0 or c.depth % c.group == 0
         refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")
-    least = 16 if BITS[c.format] == 4 else PIECE
-    refuse(any(w % least or not w for w in c.widths), f"widths {c.widths}: TMA wants multiples of {least}")
+    whole = all(w > 0 and w % c.strip == 0 for w in c.widths)  # parts of a strip have not been tried on a card
+    refuse(not whole, f"widths {c.widths}: wanted multiples of the {c.strip} columns of a CTA")
     refuse(not 1 <= c.splits <= min(c.chunks, MAX_SPLITS), f"{c.splits} CTAs of a cluster for {c.chunks} stages")
     refuse(c.warpgroups not in (2, 4), f"{c.warpgroups} warpgroups: wanted 2 or 4")
     too_deep = c.depth > 128 and c.tile_rows > 32

@@ -31,19 +31,19 @@ INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
 CASES = {
     "int4": dict(format="int4", group=64, scale_dtype="bfloat16"),
     "int4, small groups": dict(format="int4", group=32, scale_dtype="float32", rows=9, depth=64, stages=4),
-    "AWQ": dict(format="int4", group=128, scale_dtype="float16", has_zeros=True, warpgroups=4),
+    "AWQ": dict(format="int4", group=128, scale_dtype="float16", has_zeros=True, warpgroups=4, widths=(256, 512)),
     "one group of 4 bits": dict(format="int4", group=512, scale_dtype="bfloat16", has_zeros=True, depth=256),
     "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16", rows=70, depth=64, stages=5),
-    "int8": dict(format="int8", group=512, scale_dtype="float32", rows=64, widths=(384, 128)),
+    "int8": dict(format="int8", group=512, scale_dtype="float32", rows=64),
     "GPTQ of 8 bits": dict(
         format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, dtype="bfloat16", widths=(128,)
     ),
-    "fp8 blocks": dict(format="fp8", group=256, scale_dtype="float32", rows=33, widths=(384, 128), warpgroups=4),
+    "fp8 blocks": dict(format="fp8", group=256, scale_dtype="float32", rows=33, widths=(512, 256), warpgroups=4),
 }
 
 
 def config_of(name: str, **fields) -> PackedWgmmaConfig:
-    every: dict = dict(rows=21, inner=512, widths=(272, 48), warpgroups=2) | CASES[name] | fields
+    every: dict = dict(rows=21, inner=512, widths=(384, 128), warpgroups=2) | CASES[name] | fields
     config = PackedWgmmaConfig(**every)
     assert not supports(config)
     return config
@@ -124,7 +124,7 @@ def test_every_thread_decodes_its_columns(name):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_thread_reads_the_scales_of_its_columns(dtype):
-    config = config_of("int4", scale_dtype=dtype, warpgroups=4)
+    config = config_of("int4", scale_dtype=dtype, warpgroups=4, widths=(256,))
     scales = np.random.default_rng(1).uniform(0.5, 1.5, config.strip).astype(dtype)
     machine = Machine(512, scales.nbytes)
     machine.memory[:] = scales.view(np.uint8)
@@ -193,7 +193,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
     for inner, widths in MODELS[name]:
         for n in (17, 33, 64, 65, 200, MAX_ROWS):
             c = choose(132, rows=n, inner=inner, widths=widths, format=format, group=group or inner, scale_dtype=scales)
-            if inner % (group or inner) or (format in ("int8", "fp8") and any(width % 128 for width in widths)):
+            if inner % (group or inner) or any(width % 128 for width in widths):
                 assert c is None
                 continue
             assert c is not None and not supports(c) and cost(c, 132) > 0
@@ -220,8 +220,8 @@ def test_few_rows_are_left_to_the_other_kernel():
         (dict(group=48), "groups of 48: wanted multiples of 32"),
         (dict(group=96, inner=768), "groups of 96: a stage of 128 inputs has parts of some"),
         (dict(inner=448), "inner 448: wanted a multiple of 128"),
-        (dict(widths=(136,)), "widths (136,): TMA wants multiples of 16"),
-        (dict(widths=(144,), format="int8"), "widths (144,): TMA wants multiples of 128"),
+        (dict(widths=(384,)), "widths (384,): wanted multiples of the 256 columns of a CTA"),
+        (dict(widths=(0,)), "widths (0,): wanted multiples"),
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
         (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
         (dict(dtype="int8"), "results int8: wanted floats"),
@@ -236,7 +236,7 @@ def test_few_rows_are_left_to_the_other_kernel():
 )
 def test_what_is_not_served_is_refused_with_its_reason(change, reason):
     fields: dict = dict(
-        rows=20, inner=512, widths=(128,), format="int4", group=64, scale_dtype="bfloat16", warpgroups=4
+        rows=20, inner=512, widths=(256,), format="int4", group=64, scale_dtype="bfloat16", warpgroups=4
     )
     config = PackedWgmmaConfig(**fields | change)
     assert any(reason in found for found in supports(config)), supports(config)
