@@ -18,8 +18,8 @@ import jax
 from jattn import device
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-QUESTION = ("bench", "chip", "case", "backend", "variant", "isa", "clock")
-"""Columns that tell two measurements apart; a column that a row lacks counts as None."""
+QUESTION = ("bench", "chip", "case", "backend", "variant", "tiles_of", "isa", "clock")
+"""Columns that tell two measurements apart; a column that a row lacks counts as None. tiles_of: a chip, whose tiles."""
 CPU_FAMILIES = {
     ("AuthenticAMD", "25", "17"): "amd_zen4",
     ("AuthenticAMD", "26"): "amd_zen5",

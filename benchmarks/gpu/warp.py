@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     origin = records.provenance()
     print(origin, chip, flush=True)
     rows: list[dict] = []
-    wrong = jobs.run(_noting(jobs_of(chip, peers, args), rows), args, origin | dict(tiles=chip), "warp")
+    wrong = jobs.run(_noting(jobs_of(chip, peers, args), rows), args, origin | dict(tiles_of=chip), "warp")
     print(table_row(f"{origin['chip']}, tiles of {chip}", rows), flush=True)
     return int(wrong > 0)
 
