@@ -2,11 +2,13 @@
 
 import argparse
 import dataclasses
+import re
 from typing import Any
 
 import jattn
 from jattn.cli import screen
 from jattn.cli.command import add_command
+from jattn.device import Chip
 
 
 def add(commands) -> None:
@@ -18,6 +20,7 @@ def add(commands) -> None:
         [
             "jattn explain --num-heads 32 --num-kv-heads 8 --head-dim 128 --sliding-window 4096",
             "jattn explain --num-heads 64 --num-kv-heads 8 --head-dim 64 --has-sinks --platform gpu",
+            "jattn explain --num-heads 32 --num-kv-heads 8 --head-dim 128 --platform sm_86",
         ],
     )
     layer = parser.add_argument_group("the layer (AttentionSpec)")
@@ -49,7 +52,7 @@ def add(commands) -> None:
     cache.add_argument("--dtype", default="bfloat16", help="of stored keys and values (default: bfloat16)")
     cache.add_argument("--layout", default="auto", help="NHD, HND, HND128 or auto")
     cache.add_argument("--quant", default="none", help="none, per_tensor, per_head or per_token_head")
-    parser.add_argument("--platform", help="cpu, gpu or tpu (default: the one that JAX finds)")
+    parser.add_argument("--platform", help="cpu, gpu or tpu, or a chip: sm_86, v6e (default: the one that JAX finds)")
     parser.set_defaults(run=lambda args: _explain(parser, args))
 
 
@@ -61,7 +64,7 @@ def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
         spec = jattn.AttentionSpec(**fields)
         shape: dict[str, Any] = dict(num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, v_head_dim=spec.v_head_dim)
         cache_spec = jattn.KVCacheSpec(**_fields(jattn.KVCacheSpec, args) | shape)
-        reports = jattn.explain(spec, cache_spec, platform=args.platform)
+        reports = jattn.explain(spec, cache_spec, platform=_platform(args.platform))
     except ValueError as error:
         parser.error(str(error))
     rows = [(report.name, "yes" if report.supported else "no", "\n".join(report.notes)) for report in reports]
@@ -71,6 +74,14 @@ def _explain(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
 
 def _fields(spec: type, args: argparse.Namespace) -> dict[str, Any]:
     return {field.name: getattr(args, field.name) for field in dataclasses.fields(spec)}
+
+
+def _platform(text: str | None) -> str | Chip | None:
+    """'sm_86' -> a GPU of this generation, 'v6e' and 'tpu7x' -> a TPU; other names as they are."""
+    for platform, names in (("gpu", r"sm_\d+[af]?"), ("tpu", r"(v|tpu)\d\w*")):
+        if text and re.fullmatch(names, text):
+            return Chip(platform, text)
+    return text
 
 
 def _window(text: str) -> int | tuple[int, int]:

@@ -10,6 +10,7 @@ import pytest
 
 import jattn
 from jattn import cli, demo
+from jattn.device import Chip
 
 LAYER = ["--num-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
 
@@ -44,6 +45,20 @@ def test_explain_passes_a_flag_on(extra, monkeypatch, capsys):
     quant = dict(dtype="int8", quant="per_tensor") if dtype else {}
     cache_spec = jattn.KVCacheSpec(num_blocks=1024, block_size=16, num_kv_heads=8, head_dim=128, **quant)
     assert asked == [(spec, cache_spec)]
+
+
+@pytest.mark.parametrize(
+    "name, chip",
+    [("sm_86", Chip("gpu", "sm_86")), ("v6e", Chip("tpu", "v6e")), ("tpu7x", Chip("tpu", "tpu7x")), ("cpu", "cpu")],
+)
+def test_explain_takes_a_chip_that_is_not_here(name, chip, monkeypatch, capsys):
+    asked, real = [], jattn.explain
+    monkeypatch.setattr(jattn, "explain", lambda *a, platform: asked.append(platform) or real(*a, platform=platform))
+    assert cli.main(["explain", *LAYER, "--platform", name]) == 0
+    assert asked == [chip]
+    with pytest.raises(SystemExit):
+        cli.main(["explain", *LAYER, "--platform", "sm_x"])
+    assert "platform='sm_x' is not known" in capsys.readouterr().err
 
 
 def test_explain_says_what_is_wrong_with_a_layer(capsys):
