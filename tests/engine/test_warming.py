@@ -119,7 +119,7 @@ def test_after_ctrl_c_no_other_program_is_compiled_and_the_engine_still_serves(m
         assert released.wait(120)
         compiled.append(lowered)
 
-    made = engine()
+    made, handler = engine(), signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background job
     with monkeypatch.context() as patch:
         patch.setattr(os, "cpu_count", lambda: 1)
         patch.setattr(programs.Programs, "load", lambda self, args: False)
@@ -129,6 +129,7 @@ def test_after_ctrl_c_no_other_program_is_compiled_and_the_engine_still_serves(m
         sender.start()
         with pytest.raises(KeyboardInterrupt):
             made.warmup()
+        signal.signal(signal.SIGINT, handler)
         sender.join()
         released.set()
         made.runner.wait_until_sent()
