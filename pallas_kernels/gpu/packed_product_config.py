@@ -22,8 +22,8 @@ For gate and up of 8B these take 145 and 228 us for 128 rows of int4, 139 and 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedProductConfig:
-    """y = x w for matrices w of one form; hashable. Not checked here: `supports` says what cannot be served."""
+class PackedConfig:
+    """y = x w for matrices w of one form, by either kernel; hashable. Not checked: `supports` says what it serves."""
 
     rows: int  # T; of tiles of experts: the rows that all of them have together
     inner: int
@@ -33,6 +33,38 @@ class PackedProductConfig:
     scale_dtype: str
     has_zeros: bool = False
     dtype: str = "float32"  # of y
+
+    @property
+    def strip(self) -> int:
+        """Columns of a CTA."""
+        raise NotImplementedError
+
+    @property
+    def first_strips(self) -> tuple[int, ...]:
+        """The number of the first strip of each matrix."""
+        counts = [-(-width // self.strip) for width in self.widths]
+        return tuple(sum(counts[:i]) for i in range(len(counts)))
+
+    @property
+    def strips(self) -> int:
+        """Strips of all matrices."""
+        return sum(-(-width // self.strip) for width in self.widths)
+
+    @property
+    def is_whole(self) -> bool:
+        """One scale for each column."""
+        return self.group == self.inner
+
+    @property
+    def pitch(self) -> int:
+        """Floats of a row of partial sums in shared memory; the 4 that are not used keep stores free of conflicts."""
+        return self.strip + 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedProductConfig(PackedConfig):
+    """A launch of packed_product_sm90.py."""
+
     experts: int = 0  # matrices [experts, inner, width], of which a tile of rows uses one; 0: matrices [inner, width]
     unroll: int = 1  # blocks of a step
     depth: int = 1  # steps whose weights are in flight
@@ -65,17 +97,6 @@ class PackedProductConfig:
         return -(-self.rows // (8 * self.tiles)) * 8
 
     @property
-    def first_strips(self) -> tuple[int, ...]:
-        """The number of the first strip of each matrix."""
-        counts = [-(-width // self.strip) for width in self.widths]
-        return tuple(sum(counts[:i]) for i in range(len(counts)))
-
-    @property
-    def strips(self) -> int:
-        """Strips of all matrices."""
-        return sum(-(-width // self.strip) for width in self.widths)
-
-    @property
     def parts(self) -> int:
         """Of the inner dimension."""
         return self.along * self.splits
@@ -91,19 +112,9 @@ class PackedProductConfig:
         return self.inner // (BLOCK * self.unroll)
 
     @property
-    def is_whole(self) -> bool:
-        """One scale for each column."""
-        return self.group == self.inner
-
-    @property
     def run(self) -> int:
         """Blocks of a step that have the same scales."""
         return self.unroll if self.is_whole else min(self.unroll, self.group // BLOCK)
-
-    @property
-    def pitch(self) -> int:
-        """Floats of a row of partial sums in shared memory; the 4 that are not used keep stores free of conflicts."""
-        return self.strip + 4
 
     @property
     def sum_floats(self) -> int:
@@ -137,6 +148,14 @@ class PackedProductConfig:
         return (self.row_start + min(self.tile_rows, self.rows) * self.row_bytes) // 4
 
 
+def refuse_types(config: PackedConfig, reasons: Reasons) -> None:
+    """Adds the reasons against types that neither kernel serves."""
+    c, refuse = config, reasons.refuse
+    refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
+    refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
+    refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
+
+
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can."""
     c, reasons = config, Reasons()
@@ -145,9 +164,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
     if reasons:
         return reasons
-    refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
-    refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
-    refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
+    refuse_types(c, reasons)
     refuse(c.inner % (BLOCK * c.unroll) != 0, f"inner {c.inner}: wanted a multiple of {BLOCK * c.unroll}")
     if not c.is_whole:
         refuse(c.inner % c.group != 0 or c.group % BLOCK != 0, f"groups of {c.group}: wanted multiples of {BLOCK}")

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from pallas_kernels.algebra.checks import Reasons
-from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES, MAX_SPLITS
+from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES, MAX_SPLITS, PackedConfig, refuse_types
 
 COLUMNS = 64  # of a warpgroup: the rows of wgmma
 PIECE = 128  # columns of 8 bits that TMA swizzles in shared memory
@@ -19,17 +19,9 @@ WAYS = tuple((warpgroups, depth) for warpgroups in (4, 2) for depth in (256, 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedWgmmaConfig:
-    """y = x w for matrices w of one form; hashable. Not checked here: `supports` says what cannot be served."""
+class PackedWgmmaConfig(PackedConfig):
+    """A launch of packed_wgmma_sm90.py."""
 
-    rows: int  # T
-    inner: int
-    widths: tuple[int, ...]  # columns of each matrix
-    format: str  # of a QuantisedArray
-    group: int  # inputs that share a scale
-    scale_dtype: str
-    has_zeros: bool = False
-    dtype: str = "float32"  # of y
     warpgroups: int = 4  # of a CTA, side by side
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
     depth: int = 128  # inputs of a stage
@@ -53,25 +45,9 @@ class PackedWgmmaConfig:
         return -(-self.rows // (8 * self.tiles)) * 8
 
     @property
-    def first_strips(self) -> tuple[int, ...]:
-        """The number of the first strip of each matrix."""
-        counts = [-(-width // self.strip) for width in self.widths]
-        return tuple(sum(counts[:i]) for i in range(len(counts)))
-
-    @property
-    def strips(self) -> int:
-        """Strips of all matrices."""
-        return sum(-(-width // self.strip) for width in self.widths)
-
-    @property
     def chunks(self) -> int:
         """Stages that hold the inner dimension."""
         return self.inner // self.depth
-
-    @property
-    def is_whole(self) -> bool:
-        """One scale for each column."""
-        return self.group == self.inner
 
     @property
     def run(self) -> int:
@@ -120,11 +96,6 @@ class PackedWgmmaConfig:
         return 2 + (self.scale_rows > 0) + (self.zero_rows > 0)
 
     @property
-    def pitch(self) -> int:
-        """Floats of a row of sums in shared memory; the 4 that are not used keep stores free of conflicts."""
-        return self.strip + 4
-
-    @property
     def sum_bytes(self) -> int:
         """Of the sums of a CTA, which replace the codes or the rows of x at the end, whichever have more memory."""
         return 4 * self.tile_rows * self.pitch
@@ -138,9 +109,7 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
     if reasons:
         return reasons
-    refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
-    refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
-    refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
+    refuse_types(c, reasons)
     refuse(c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
     if not c.is_whole:
         refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
