@@ -50,7 +50,7 @@ def config_of(case, chip=None, processors=None, **extra) -> GpuKernelConfig:
     config = functools.partial(warp_config, chip=chip, processors=processors)
     if chip is None:
         keys = -(-int(case.seq_lens.max()) // case.page) * case.page
-        config = functools.partial(default_config, keys=keys, card=device.card())
+        config = functools.partial(default_config, keys=keys, requests=len(case.lengths), card=device.card())
     longest = int(case.q_lens.max()) * (case.num_heads // case.num_kv_heads)
     return config(
         rows=None if options.pop("any_rows", False) else longest,

@@ -26,17 +26,19 @@ from pallas_kernels.gpu.config_sm80 import CHIPS
 from pallas_kernels.tuning import table_path
 
 DIMS = ((64, 64), (128, 128), (256, 256))
-LENGTHS = {"few": ((1, 4096),) * 64, "narrow": ((1, 4096),) * 64, "long": ((4096, 4096),)}
-KINDS = {"bfloat16": ("few", "long"), "float8_e4m3fn": ("narrow", "long")}
+LENGTHS = {"few": ((4, 4096),) * 64, "narrow": ((1, 4096),) * 64, "long": ((4096, 4096),)}
+WARP_LENGTHS = {"few": ((1, 4096),) * 64, "long": ((4096, 4096),)}
+KINDS = {"bfloat16": ("few", "narrow", "long"), "float8_e4m3fn": ("narrow", "long")}
 WARP_KINDS = {"bfloat16": ("few", "long"), "float8_e4m3fn": ("few", "long")}
 MOST_OF_RULE = 0.99  # a candidate replaces the rule's choice below this share of its time
 
 
-def shapes(kinds: dict[str, tuple[str, ...]]) -> list[tuple[cases.KernelCase, str]]:
+def shapes(kernel: "Hopper | Warps") -> list[tuple[cases.KernelCase, str]]:
     """(case, kind) of every shape that is tuned."""
+    of_kind = kernel.lengths
     return [
-        (cases.KernelCase(name=f"tune_{kind}", lengths=LENGTHS[kind], head_dim=d, v_head_dim=v, kv_dtype=dtype), kind)
-        for dtype, of_dtype in kinds.items()
+        (cases.KernelCase(name=f"tune_{kind}", lengths=of_kind[kind], head_dim=d, v_head_dim=v, kv_dtype=dtype), kind)
+        for dtype, of_dtype in kernel.kinds.items()
         for d, v in DIMS
         for kind in of_dtype
     ]
@@ -45,7 +47,7 @@ def shapes(kinds: dict[str, tuple[str, ...]]) -> list[tuple[cases.KernelCase, st
 class Hopper:
     """block_kv and stages of the Hopper kernel."""
 
-    kinds = KINDS
+    kinds, lengths = KINDS, LENGTHS
     note = "block_kv and stages by measurement; gpu/tile_policy.py has a rule for other shapes"
 
     def __init__(self):
@@ -53,7 +55,8 @@ class Hopper:
 
     def rule(self, case: cases.KernelCase) -> dict[str, int]:
         """The tiles for shapes that the table lacks."""
-        return tile_policy.largest_tiles(tile_policy.TileRequest(check.config_of(case), rows=None, decided=frozenset()))
+        config = check.config_of(case, **self.fields({}))
+        return tile_policy.largest_tiles(tile_policy.TileRequest(config, rows=None, decided=frozenset()))
 
     def every(self, case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
         """What is tried, of which the kernel may refuse some."""
@@ -61,14 +64,14 @@ class Hopper:
         return [dict(block_kv=block, stages=stages) for block in blocks for stages in range(2, 7)]
 
     def fields(self, tiles: dict[str, int]) -> dict[str, Any]:
-        """The config's fields for these tiles."""
-        return tiles
+        """The config's fields for these tiles. The table is of one pipeline: two have blocks and stages by a rule."""
+        return tiles | dict(pipelines=1)
 
 
 class Warps:
     """Halves of a tile, stages and CTAs of a multiprocessor of the warp-level kernel, for one chip."""
 
-    kinds = WARP_KINDS
+    kinds, lengths = WARP_KINDS, WARP_LENGTHS
     note = "tile_halves, stages and ctas by measurement; gpu/tile_policy_sm80.py has a rule for other shapes"
 
     def __init__(self, chip: str):
@@ -100,8 +103,12 @@ class Warps:
 
 
 def candidates(kernel: Hopper | Warps, case: cases.KernelCase, kind: str) -> list[dict[str, int]]:
-    """The rule's choice, then every other one that the kernel supports; empty if it refuses this shape."""
-    refused = lambda tiles: config_reasons(check.config_of(case, **kernel.fields(tiles)))
+    """The rule's choice, then every other one that the kernel supports; empty if it refuses this shape or kind."""
+
+    def refused(tiles: dict[str, int]) -> bool:
+        config = check.config_of(case, **kernel.fields(tiles))
+        return (kind == "narrow" and not config.narrow_rows) or bool(config_reasons(config))
+
     first = kernel.rule(case)
     every = [tiles for tiles in kernel.every(case, kind) if tiles != first and not refused(tiles)]
     return [] if refused(first) else [first, *every]
@@ -150,7 +157,7 @@ def main(argv: list[str] | None = None) -> int:
     generation = args.chip or device.detect().generation
     check_place(generation, args.out or table_path(generation))
     kernel = Hopper() if args.chip is None and generation == "sm_90" else Warps(generation)
-    todo, rows, path = shapes(kernel.kinds), [], args.out or kernel.path
+    todo, rows, path = shapes(kernel), [], args.out or kernel.path
     for number, (case, kind) in enumerate(todo, 1):
         what = f"[{number}/{len(todo)}] D {case.head_dim} {case.kv_dtype} {kind}"
         report = lambda tiles, what=what: print(f"{what}: {tiles}".ljust(90), end="\r", file=sys.stderr, flush=True)

@@ -41,14 +41,15 @@ def kernel_config(
 
     invariant: one kernel for every batch, which cuts no unit.
     """
-    longest = keys = None
+    longest = keys = requests = None
     if common is not None and not invariant:
         longest, keys = queries_of(common, spec.attn_type).max_query_len, keys_of(common, spec.attn_type).max_seq_len
+        requests = common.seq_lens.shape[0]
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
     processors = device.processors() if chip == device.detect() else None
     config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation, processors=processors)
     if by_wgmma(chip, cache_spec.block_size):
-        config_of = functools.partial(default_config, keys=keys, card=device.card())
+        config_of = functools.partial(default_config, keys=keys, requests=requests or 0, card=device.card())
     units: dict[str, Any] = dict(whole_units=True) if invariant else {}
     return config_of(
         **units,
@@ -104,5 +105,5 @@ def merges_inside(config: GpuKernelConfig, common: CommonAttentionMetadata) -> b
     """Does the last CTA of a split unit merge its parts? With few requests each is split over many CTAs, and a launch
     that merges them in parallel is faster: at 600 keys 12.4 us for one request, and 10.0 with that launch."""
     is_cut = config.flat_list and not config.whole_units
-    serves = type(config) is GpuKernelConfig and is_cut and not config.narrow_rows
+    serves = type(config) is GpuKernelConfig and is_cut
     return serves and config.num_kv_heads * common.seq_lens.shape[0] >= config.num_ctas

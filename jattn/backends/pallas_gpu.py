@@ -176,7 +176,7 @@ def _rotate_and_write(impl: PallasGpuImpl, q, k, v, angles: Angles, cache: Paged
     sizes = RotateWrite(
         tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], v_head_dim=v.shape[2],
         dim=angles.dim, blocks=spec.num_blocks, page=spec.block_size, heads_first=spec.physical_layout == "HND",
-        counters=GpuKernelConfig.num_ctas,
+        counters=2 * GpuKernelConfig.num_ctas,  # of the pipelines, if each CTA has two
     )  # fmt: skip
     # XLA makes one kernel of the three projections' last step and this concatenation.
     rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (q, k, v)], axis=1)

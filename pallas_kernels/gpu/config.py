@@ -59,11 +59,22 @@ class GpuKernelConfig:
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
     narrow_rows: int = 0  # 8 or 16: no request has more rows, and narrow_sm90.py computes them; 0: unknown
+    pipelines: int = 1  # 2: each compute warpgroup has units, stages and a memory warpgroup of its own
 
     @property
     def group(self) -> int:
         """Query heads of one kv head, G."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def workers(self) -> int:
+        """Among how many the work list shares out the units: CTAs, or their pipelines."""
+        return self.num_ctas * self.pipelines
+
+    @property
+    def tile_rows(self) -> int:
+        """The most packed rows of a tile."""
+        return 2 * WARPGROUP_ROWS // self.pipelines
 
     @property
     def lean(self) -> bool:

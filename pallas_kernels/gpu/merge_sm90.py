@@ -3,6 +3,7 @@
 out = sum_i out_i * 2 ** (lse_i - lse),   lse = log2 sum_i 2 ** lse_i   (+ the sink, once)
 """
 
+import functools
 import math
 
 import jax
@@ -29,20 +30,25 @@ def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, 
 
     In GMEM: info i32[tiles, 16], cta i32[C, 16], per_head f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128].
     """
-    me, half, column0 = lax.axis_index("cut"), lax.axis_index("half"), lax.axis_index("column") * (width * chunks)
-    unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
-    set_units, set_heads = cta[me, wl.SET_UNITS], cta[me, wl.SET_HEADS]
-    tile, head = wl.place_of(jnp.maximum(unit, 0), set_units, cfg.num_kv_heads, set_heads)
-    piece = lambda number: info[tile, number]
+    half, column0 = lax.axis_index("half"), lax.axis_index("column") * (width * chunks)
+    is_split, piece, head, ctas = split_unit(cfg, info, cta, lax.axis_index("cut"))
     refs = (per_head, part, part_lse, out_ref, lse_ref)
 
-    @when((unit >= 0) & (piece(wl.NROWS) - 64 * half > 0))
+    @when(is_split & (piece(wl.NROWS) - 64 * half > 0))
     def _():
         def chunk(k, _):
             column = column0 + k * width
-            merge_rows(cfg, width, refs, piece, head, (first, last), 64 * half, column, in_flight)
+            merge_rows(cfg, width, refs, piece, head, ctas, 64 * half, column, in_flight)
 
         lax.fori_loop(0, chunks, chunk, None) if chunks > 1 else chunk(jnp.int32(0), None)
+
+
+def split_unit(cfg, info, cta, me):
+    """(is there one, function: column of info -> value, kv head, (first, last) CTA) of the unit that CTA `me` cut."""
+    unit, first, last = (cta[me, wl.JOIN + i] for i in range(3))
+    set_units, set_heads = cta[me, wl.SET_UNITS], cta[me, wl.SET_HEADS]
+    tile, head = wl.place_of(jnp.maximum(unit, 0), set_units, cfg.num_kv_heads, set_heads)
+    return unit >= 0, lambda number: info[tile, number], head, (first, last)
 
 
 def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight=PARTS_IN_FLIGHT):
@@ -100,15 +106,22 @@ def merge_parts(
     if chunks is None:
         chunks = 2 if cfg.long_tiles and cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
 
+    halves = 2 if cfg.long_tiles else 1  # of a tile: 64 rows each
+    grid = dict(cut=cfg.workers, half=halves, column=cfg.v_head_dim // (width * chunks))
+    kernel = functools.partial(_kernel, cfg, width, in_flight, chunks)
+    return launch_merge(kernel, grid, (work.info, work.cta, per_head, part, part_lse), out, lse)
+
+
+def launch_merge(kernel, grid: dict[str, int], arrays, out, lse):
+    """Runs a merge of one warpgroup a CTA over arrays in GMEM, and out and lse in place."""
+
     def merge_partial_attention(*refs):
-        _kernel(cfg, width, in_flight, chunks, *refs)
+        kernel(*refs)
 
     out_ref, lse_ref = jax.new_ref(out), jax.new_ref(lse)
-    halves = 2 if cfg.long_tiles else 1  # of a tile: 64 rows each
-    grid = (cfg.num_ctas, halves, cfg.v_head_dim // (width * chunks))
-    mesh = plgpu.Mesh(grid=grid, grid_names=("cut", "half", "column"), num_threads=1, thread_name="wg")
+    names = tuple(grid)
+    mesh = plgpu.Mesh(grid=tuple(grid.values()), grid_names=names, num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
-    pl.kernel(merge_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="merge_parts")(
-        work.info, work.cta, per_head, part, part_lse, out_ref, lse_ref
-    )
+    call = pl.kernel(merge_partial_attention, out_type=(), mesh=mesh, compiler_params=params, name="merge_parts")
+    call(*arrays, out_ref, lse_ref)
     return jax.freeze(out_ref), jax.freeze(lse_ref)

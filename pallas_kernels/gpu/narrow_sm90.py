@@ -1,7 +1,8 @@
-"""Narrow tiles: at most 16 query rows over an 8-bit cache, by warp-level products instead of wgmma's 64 rows.
+"""Narrow tiles: at most 16 query rows, by warp-level products instead of wgmma's 64 rows.
 
-Of every block of 128 keys, warp w of the CTA computes keys 16 w .. 16 w + 15 for all rows. Each warp keeps its own
-maximum, sum and output; the eight states are merged at the end of the piece, and no warp waits for another before.
+Of every block of 128 keys, warp w of the CTA computes keys 16 w .. 16 w + 15 for all rows; with two pipelines a block
+has 64 keys and a pipeline's four warps compute them. Each warp keeps its own maximum, sum and output; the states are
+merged at the end of the piece, and no warp waits for another before.
 """
 
 import dataclasses
@@ -12,13 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import new_tokens_sm90 as new_tokens
+from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import warp_mma_sm80 as warps
 from pallas_kernels.gpu import work_list as wl
-from pallas_kernels.gpu.branch import as_number
+from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import GpuKernelConfig
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, zero_unseen_values
-from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, stage_of, worker, zero_unseen_values
+from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, merge_if_last
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,18 +88,19 @@ def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
 
 
 def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """At most cfg.narrow_rows rows, in blocks of 128 keys, 64 for each warpgroup."""
-    rows8 = cfg.narrow_rows // 8
+    """At most cfg.narrow_rows rows, in blocks of 64 keys for each of the warpgroups that share a block."""
+    rows8, half = cfg.narrow_rows // 8, wg if cfg.pipelines == 1 else None
     keys = dict(rows8=rows8, dim=cfg.head_dim, source=cfg.kv_dtype, target=cfg.dtype)
     values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype)
     values["parts"] = cfg.weight_parts
-    queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype)
+    kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, decoded=cfg.quantised)
+    queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], **kind)
     column, scale = query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
-    mine = wg * warps.KEYS
+    mine = jnp.int32(0) if half is None else half * warps.KEYS
 
     def step(j, carry, masked):
-        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
+        slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         of_keys = of_values = None
         if cfg.token_scales:
@@ -108,7 +111,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         x, factor = logits(cfg, column, dots, kv0 + mine, scale, masked)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked:
-            zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0, half=wg)
+            zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0, half=half)
         carry = warps.softmax_times_values(refs.v_tile.at[slot], x, factor, *carry, mine, of_values, **values)
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return carry
@@ -119,22 +122,32 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
 
 
 def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg):
-    """Merges the states of the eight warps, eight rows at a time, in the buffer of the queries, no longer used."""
-    scratch = (refs.q_tile.at[piece.buffer], refs.stats)
-    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
-    slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
+    """Merges the states of the warps, eight rows at a time, in the buffer of the queries, no longer used."""
+    alone, count = cfg.pipelines == 2, 8 // cfg.pipelines
+    scratch = (refs.q_tile.at[piece.buffer], refs.stats.at[refs.pipeline] if alone else refs.stats)
+    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype, warps=count)
+    slot, wg = 2 * worker(cfg, refs) + as_number(piece.lo == 0), jnp.int32(0) if alone else wg
     part = (as_number(piece.is_part), slot)
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)
 
-    def sync_warpgroups():
+    def sync():
+        if alone:
+            return rows.sync_warpgroup()
         plgpu.barrier_arrive(refs.compute_barrier)
         plgpu.barrier_wait(refs.compute_barrier)
 
     for n in range(cfg.narrow_rows // 8):
-        sync_warpgroups()
-        warps.put_state(*scratch, acc, stats, wg, n, rows8=cfg.narrow_rows // 8, **kind)
-        sync_warpgroups()
-        warps.merge_and_store(
-            *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where,
-            n=n, group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.result_dtype, **kind,
-        )  # fmt: skip
+        sync()
+        warps.put_state(*scratch, acc, stats, wg, n, rows8=cfg.narrow_rows // 8, decoded=cfg.quantised, **kind)
+        sync()
+        for line in range(8 // count):
+            warps.merge_and_store(
+                *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where, n=n, line=line, group=cfg.group,
+                heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.result_dtype, **kind,
+            )  # fmt: skip
+    if cfg.merges_inside:
+
+        @when(piece.is_part)
+        def _():
+            sync()  # the rows of all warps are stored
+            merge_if_last(cfg, refs, piece) if alone else when(wg == 0)(lambda: merge_if_last(cfg, refs, piece))

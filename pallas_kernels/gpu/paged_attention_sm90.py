@@ -12,12 +12,17 @@
                                                 take turns on the tensor cores (ping-pong)
             short_tile                          tiles_sm90.py: at most 64 rows; each warpgroup computes them over
                                                 every other key block, and the two states are merged
-            narrow_tile                         narrow_sm90.py: at most 16 rows over an 8-bit cache
+            narrow_tile                         narrow_sm90.py: at most 16 rows
             blank_tile                          tiles_sm90.py: padding tokens, in a kernel without long tiles
+        with two pipelines, for many units of few rows or keys, there are no long tiles: warpgroups 0 and 1 each have a
+        part of the work list, stages and a memory warpgroup (2, 3) of their own, and do not wait for each other
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
+      merge_few_parts                     merge_few_sm90.py: the same, where no tile is long
 
 docs/notebook/nvidia_h200.md has a drawing and what was measured.
 """
+
+import dataclasses
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,6 +36,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
+from pallas_kernels.gpu.merge_few_sm90 import merge_few_parts
 from pallas_kernels.gpu.merge_sm90 import merge_parts
 from pallas_kernels.gpu.narrow_sm90 import narrow_tile
 from pallas_kernels.gpu.new_tokens_sm90 import bias_rows
@@ -43,6 +49,7 @@ from pallas_kernels.gpu.pieces_sm90 import (
     load_scales,
     receive_piece,
     stored_tiles,
+    worker,
 )
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
@@ -51,6 +58,7 @@ from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
 CONVERTING = (200, 32, 80)  # the same and of one that converts tiles: at most 128 * 4
 REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles: the fourth loads scales
+REGISTERS_PIPELINES = (208, 48, 48)  # two of each
 
 
 def ragged_paged_attention(
@@ -101,7 +109,8 @@ def ragged_paged_attention(
         out, lse, part, part_lse = _launch(config, *arrays, counters if config.merges_inside else None)
     if config.merges_inside or config.whole_units:
         return out, lse
-    return merge_parts(config, out, lse, part, part_lse, work, per_head)
+    merge = merge_parts if config.long_tiles and config.pipelines == 1 else merge_few_parts
+    return merge(config, out, lse, part, part_lse, work, per_head)
 
 
 def _one_each(value, size: int, default: float) -> jax.Array:
@@ -134,7 +143,7 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
     zeros, or None; with them the launch merges the partial outputs itself.
     """
     num_tokens, num_heads, _ = q.shape
-    v_dim, slots = config.v_head_dim, 2 * config.num_ctas
+    v_dim, slots = config.v_head_dim, 2 * config.workers
     out_type = [
         jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), jnp.dtype(config.result_dtype)),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
@@ -172,17 +181,19 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         wg = lax.axis_index("wg")
         compute, load, *fourth = registers(cfg)
 
+        own = lambda pipeline: refs if cfg.pipelines == 1 else dataclasses.replace(refs, pipeline=pipeline)
+
         @when(wg < 2)
         def _():
             plgpu.set_max_registers(compute, action="increase")
-            _compute(cfg, refs, wg)
+            _compute(cfg, own(wg), wg)
 
-        @when(wg == 2)
+        @when(wg >= 2 if cfg.pipelines == 2 else wg == 2)
         def _():
             plgpu.set_max_registers(load, action="decrease")
-            load_pages(cfg, refs)
+            load_pages(cfg, own(wg - 2))
 
-        if fourth:
+        if fourth and cfg.pipelines == 1:
 
             @when(wg == 3)
             def _():
@@ -192,37 +203,40 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     def tile(dtype, *shape):
         return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
 
-    block, stages = cfg.block_kv, cfg.stages
+    block, stages, buffers = cfg.block_kv, cfg.stages, cfg.q_buffers * cfg.pipelines
     queries_dtype = cfg.dtype if cfg.compute_dtype else cfg.query_dtype
     dims, dtypes, shapes = (cfg.head_dim, cfg.v_head_dim), (cfg.kv_dtype,) * 2, None
     if cfg.converts_tiles:
         dtypes, shapes = zip(*((of.target, of.shape) for of in stored_tiles(cfg)), strict=True)
     shapes = shapes or tuple((block, dim) for dim in dims)
     tiles = (
-        tile(queries_dtype, cfg.q_buffers, 2, WARPGROUP_ROWS, cfg.head_dim),
+        tile(queries_dtype, buffers, 2 // cfg.pipelines, WARPGROUP_ROWS, cfg.head_dim),
         *(tile(dtype, stages, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)),
     )
     rounded = (tile(cfg.compute_dtype, 2, WARPGROUP_ROWS, cfg.head_dim),) if cfg.compute_dtype else ()
     kept = [(count, dim) for count, dim in zip(cfg.stored_stages, dims, strict=True) if count]
     from_pool = tuple(tile(cfg.kv_dtype, count, block, dim) for count, dim in kept)
-    small = [plgpu.SMEM((512,), jnp.float32), plgpu.SMEM((cfg.q_buffers, wl.INFO_COLUMNS), jnp.int32)]
+    stats = (512,) if cfg.pipelines == 1 else (cfg.pipelines, 256)
+    small = [plgpu.SMEM(stats, jnp.float32), plgpu.SMEM((buffers, wl.INFO_COLUMNS), jnp.int32)]
     small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
-    small += [plgpu.SMEM((4,), jnp.int32)]
+    small += [plgpu.SMEM((cfg.pipelines, 4), jnp.int32)]
     copies, scaled = block // cfg.copied_keys, cfg.token_scales and not cfg.converts_tiles
     converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]
     arrivals = [1 if own else copies + more for own, more in zip(converted, (scaled, 0), strict=True)]
     full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals)
-    free = (plgpu.Barrier(num_arrivals=2, num_barriers=stages),) * 2
+    readers = 2 // cfg.pipelines  # of a stage or a buffer
+    free = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages),) * 2
     stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (copies, 1) for count, _ in kept)
-    buffers = dict(num_barriers=cfg.q_buffers)
-    queries = (plgpu.Barrier(**buffers), plgpu.Barrier(num_arrivals=2, **buffers))
+    queries = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=buffers) for n in (1, readers))
     compute_barrier = plgpu.Barrier(num_arrivals=2)
     scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, compute_barrier
     pl.run_scoped(roles, *scratch, collective_axes="wg")
 
 
 def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
-    """Registers of a thread of each role: computes and loads, or computes and converts keys, or values."""
+    """Registers of a thread that computes, of one that loads, and of one of a fourth warpgroup, if there is one."""
+    if cfg.pipelines == 2:
+        return REGISTERS_PIPELINES
     if cfg.converts_tiles:
         return CONVERTING
     return REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
@@ -235,11 +249,12 @@ def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
         piece = receive_piece(cfg, refs, j)
         few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
         few_rows = narrow_tile if cfg.narrow_rows else short_tile
-        many_rows = long_tile if cfg.long_tiles else blank_tile  # without long tiles only padding has many rows
+        has_long = cfg.tile_rows > wl.SHORT_ROWS and cfg.long_tiles
+        many_rows = long_tile if has_long else blank_tile  # without long tiles only padding has many rows
         when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
         when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
         count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers
         plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
         return blocks_before + count
 
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), piece_body, jnp.int32(0))
+    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), piece_body, jnp.int32(0))

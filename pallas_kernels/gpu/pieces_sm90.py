@@ -35,29 +35,30 @@ class Refs:
     part: object  # GMEM f32[2 C, 128, V]: normalised partial outputs
     part_lse: object  # GMEM f32[2 C, 128], base 2
     counters: object = None  # GMEM i32[C], zeros at first: parts stored of the unit that CTA c cut; None: merged later
-    arrived: object = None  # SMEM i32[1]: 1 if this CTA stored the last part of a unit
-    q_tile: object = None  # SMEM [q_buffers, 2, 64, D]
+    arrived: object = None  # SMEM i32[pipelines, 4]: [p, 0] is 1 if pipeline p stored the last part of a unit
+    q_tile: object = None  # SMEM [q_buffers, 2, 64, D]; with pipelines [pipelines * q_buffers, 1, 64, D]
     k_tile: object = None  # SMEM [stages, block_kv, D]
     v_tile: object = None  # SMEM [stages, block_kv, V]; of an 8-bit product [stages, V, block_kv]
     q_rounded: object = None  # SMEM 8 bits [2, 64, D]; None unless compute_dtype
     k_stored: object = None  # SMEM [stored_stages, block_kv, D]: as in the pool; k_tile itself if it is not converted
     v_stored: object = None  # SMEM [stored_stages, block_kv, V]
-    stats: object = None  # SMEM f32[512]: maxima and sums that warpgroup 1 passes to warpgroup 0
-    piece_box: object = None  # SMEM i32[q_buffers, 16]: the numbers of the piece in each query buffer, see Piece
+    stats: object = None  # SMEM f32[512], or [2, 256] for two pipelines: maxima and sums on their way to a merge
+    piece_box: object = None  # SMEM i32[buffers of queries, 16]: the numbers of the piece in each, see Piece
     token_scale: object = None  # SMEM f32[stages, 2 block_kv]: scales of keys, then of values
     k_full: object = None  # barriers [stages] of k_tile
     v_full: object = None
-    k_free: object = None  # barriers [stages]; one arrival a compute warpgroup
+    k_free: object = None  # barriers [stages]; one arrival of each compute warpgroup that reads the stage
     v_free: object = None
     k_stored_full: object = None  # barriers of k_stored; one arrival a page, and one for the scales of narrow tiles
     v_stored_full: object = None
     k_stored_free: object = None  # barriers of k_stored; one arrival, or those of k_free
     v_stored_free: object = None
-    q_full: object = None  # barriers [q_buffers]
+    q_full: object = None  # barriers, one for each buffer of queries
     q_free: object = None
     compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
+    pipeline: object = None  # which pipeline of the CTA this warpgroup belongs to; None: the CTA is one
 
 
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info
@@ -86,24 +87,45 @@ class Piece:
         return (self[LO] > 0) | (self[HI] < self[wl.NBLK])
 
 
+def worker(cfg, refs):
+    """The row of the work list with this warpgroup's pieces: the CTA's, or its pipeline's."""
+    return lax.axis_index("cta") if cfg.pipelines == 1 else lax.axis_index("cta") * cfg.pipelines + refs.pipeline
+
+
+def place_in_ring(cfg: GpuKernelConfig, refs: Refs, number, size: int):
+    """Where number `number` of a pipeline's blocks (or pieces) is among `size` stages (or buffers) of the CTA."""
+    own = size // cfg.pipelines
+    place = lax.rem(number, jnp.int32(own))
+    return place if cfg.pipelines == 1 else place + refs.pipeline * own
+
+
+def stage_of(cfg: GpuKernelConfig, refs: Refs, block_number):
+    """The stage of keys and values of this pipeline's block, counted over all its pieces."""
+    return place_in_ring(cfg, refs, block_number, cfg.stages)
+
+
+def _query_buffer(cfg, refs, j):
+    return place_in_ring(cfg, refs, j, cfg.q_buffers * cfg.pipelines)
+
+
 def count_pieces(cta, me):
     waves, u0, _, u1, b1 = (cta[me, i] for i in range(5))
     return waves + (u1 - u0) + as_number(b1 > 0)
 
 
 def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
-    """This CTA's j-th piece: units of whole waves in snake order, then its part of the line."""
-    me = lax.axis_index("cta")
+    """The j-th piece of this CTA or pipeline: units of whole waves in snake order, then its part of the line."""
+    me = worker(cfg, refs)
     waves, u0, b0, u1, b1 = (refs.cta[me, i] for i in range(5))
     k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)
-    snake = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.num_ctas - 1 - me)
-    unit = jnp.where(k < waves, k * cfg.num_ctas + snake, u0 + k - waves)
+    snake = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.workers - 1 - me)
+    unit = jnp.where(k < waves, k * cfg.workers + snake, u0 + k - waves)
     set_units, set_heads = refs.cta[me, wl.SET_UNITS], refs.cta[me, wl.SET_HEADS]
     tile, head = wl.place_of(unit, set_units, cfg.num_kv_heads, set_heads)
     info = [refs.info[tile, i] for i in range(HEAD)]
     lo = jnp.where(unit == u0, b0, 0)
     hi = jnp.where(unit == u1, b1, info[wl.NBLK])
-    return Piece((*info, head, lo, hi).__getitem__, lax.rem(j, jnp.int32(cfg.q_buffers)))
+    return Piece((*info, head, lo, hi).__getitem__, _query_buffer(cfg, refs, j))
 
 
 def begin_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
@@ -138,13 +160,13 @@ def send_piece(refs: Refs, piece: Piece):
 
 def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     """Compute warpgroups: waits until piece j is in its buffer."""
-    buffer = lax.rem(j, jnp.int32(cfg.q_buffers))
+    buffer = _query_buffer(cfg, refs, j)
     plgpu.barrier_wait(refs.q_full.at[buffer])
     return Piece(lambda column: refs.piece_box[buffer, column], buffer)
 
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
-    """The memory warpgroup: fetches the pages of each block; the CTA's block i goes to stage i % (number of stages)."""
+    """A memory warpgroup: fetches the pages of each block of its pipeline, which go to its stages in turn."""
     page, block, width = cfg.page_size, cfg.block_kv, cfg.copied_keys
     copies, even = block // width, block % page == 0  # even: a block consists of whole pages
 
@@ -180,9 +202,9 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                 return pl.multiple_of(lax.rem((blk0 + i) * block + p * width, jnp.int32(page)), 8)
 
             def fill(pool, tile, full, free):
-                slot = lax.rem(block_number, jnp.int32(tile.shape[0]))
+                slot = place_in_ring(cfg, refs, block_number, tile.shape[0])
 
-                @when(block_number >= tile.shape[0])
+                @when(block_number >= tile.shape[0] // cfg.pipelines)
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
@@ -204,7 +226,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         send_piece(refs, piece)
         return lax.fori_loop(early, piece.count, load_block, carry)[0]
 
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), load_piece, jnp.int32(0))
 
 
 def load_scales(cfg: GpuKernelConfig, refs: Refs):

@@ -195,6 +195,16 @@ def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column, *, stri
     store(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column)
 
 
+def sync_warpgroup():
+    """The threads of this warpgroup see what all of them wrote to shared memory."""
+
+    @plgpu.inline_mgpu()
+    def sync(ctx):
+        utils.warpgroup_barrier()
+
+    sync()
+
+
 def arrive(counters_ref, arrived_ref, index, count):
     """Counts this warpgroup's arrival, after its stores, at counter `index`: arrived_ref[0] = 1 if it is the count-th.
 

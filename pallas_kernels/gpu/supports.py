@@ -24,9 +24,16 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.page_size % COPY_ROWS != 0, f"page size {c.page_size}: wanted a multiple of {COPY_ROWS}")
     narrow = c.narrow_rows
     refuse(narrow not in (0, 8, 16), f"narrow_rows {narrow}: wanted 0, 8 or 16")
-    refuse(bool(narrow) and not c.quantised, f"narrow_rows {narrow} with a {c.kv_dtype} cache: wanted 8 bits")
-    refuse(bool(narrow) and c.block_kv != 128, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted 128")
+    block = 128 // max(c.pipelines, 1)
+    refuse(bool(narrow) and c.block_kv != block, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted {block}")
     refuse(bool(narrow) and c.long_tiles, f"narrow_rows {narrow}: wanted long_tiles=False")
+    refuse(c.pipelines not in (1, 2), f"pipelines {c.pipelines}: wanted 1 or 2")
+    refuse(c.pipelines == 2 and c.converts_tiles, f"two pipelines with a {c.kv_dtype} cache: wanted narrow_rows")
+    refuse(c.pipelines == 2 and c.token_scales, "two pipelines with scales of tokens: wanted one")
+    wide = f"two pipelines with heads of {c.head_dim}: wanted at most 128, or narrow_rows"  # 128 registers compile
+    refuse(c.pipelines == 2 and c.head_dim > 128 and not narrow, wide)
+    refuse(c.stages < c.pipelines, f"{c.stages} stages for {c.pipelines} pipelines: wanted at least {c.pipelines}")
+    refuse(c.stages % c.pipelines != 0, f"{c.stages} stages for two pipelines: wanted an even number")
     refuse(
         c.fixed_max and not c.can_fix_max, "fixed_max: wanted a soft cap of at most 55, bfloat16, nothing else added"
     )

@@ -18,7 +18,29 @@ from pallas_kernels.gpu.work_list import TILE_ROWS
 from pallas_kernels.tuning import read_rows, table_path
 
 NARROW_TILES = True
-"""8-bit decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441."""
+"""Decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441; on an H100 32 requests of 600 keys
+in bfloat16 32.9 and 37.7, long ones up to 1 % less."""
+
+NARROW_ROWS, NARROW_ROWS_8BIT = 8, 16
+"""Requests of at most so many rows have narrow tiles. Of 16 rows in 16 bits they take 2 % longer than wgmma's."""
+
+UNITS_PER_CTA = 3
+"""From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of
+one unit and the loads of another overlap: on an H100 64 and 512 requests of 50 to 800 keys take 48.6 and 319 instead of
+65.9 and 356, of 8 bits 37.7 instead of 49.0. With 256 units for 132 CTAs one pipeline is faster: 32.9 and 36.1."""
+
+WHOLE_KEYS_OF_PIPELINES = 2048  # of heads above 128, whose pipelines have one stage each, SMALL_BLOCK_KEYS at most
+"""With pipelines, a unit of at most so many keys is not cut: 128 requests of 200 to 2000 keys take 199, cut 207."""
+
+MANY_ROWS_KEYS, MANY_REQUESTS = 320, 8
+"""Tiles of many rows have two pipelines where a unit has at most so many keys, by a window, or in a batch of so many
+requests: on an H100 a window of 128 over a prompt of 8192 takes 144 instead of 162, 62 short requests with that window
+32 instead of 53, 32 prompts of 30 to 300 47 instead of 55. A window of 512 takes 5 to 10 % longer, a single prompt of
+256 9.6 instead of 9.0."""
+
+PIPELINE_STAGES = 2
+"""At most so many stages of a pipeline: 512 tiny decodes of heads of 64 take 174, 181 with 3, 195 with 5; 256 of 8 bits
+103, 111 with 3, 115 with 4."""
 
 FLAT_LIST = True
 """The flat work list where every request has few rows: building it takes 6.6 to 12 us, the ranked one 27 to 42."""
@@ -44,25 +66,27 @@ class TileRequest:
     rows: int | None  # upper bound of every request's packed rows (new tokens * group); None: unknown
     decided: frozenset[str]  # fields that the caller or an earlier policy decided
     keys: int | None = None  # upper bound of every request's keys; None: unknown
+    requests: int = 0  # in the batch, those of padding included; 0: unknown
     card: str = ""  # whose table of tiles is used, e.g. "nvidia_h200"; H200_TABLE if it has none
 
 
-def default_config(*, rows: int | None = None, keys: int | None = None, card: str = "", **fields) -> GpuKernelConfig:
+def default_config(
+    *, rows: int | None = None, keys: int | None = None, requests: int = 0, card: str = "", **fields
+) -> GpuKernelConfig:
     """The config with these fields; POLICIES choose the others. Not checked (see supports.py).
 
     rows, keys: upper bounds of every request's packed rows (new tokens * group) and keys, if they are known. Few rows
-    have tiles of their own; units of few keys are not cut. card: see TileRequest.
+    have tiles of their own; units of few keys are not cut. requests, card: see TileRequest.
     """
-    return _chosen(POLICIES, rows, keys, card, tuple(fields.items()))
+    return _chosen(POLICIES, (rows, keys, requests, card), tuple(fields.items()))
 
 
 @functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
-def _chosen(
-    policies: tuple[Callable, ...], rows: int | None, keys: int | None, card: str, fields: tuple[tuple[str, Any], ...]
-) -> GpuKernelConfig:
+def _chosen(policies: tuple[Callable, ...], batch: tuple, fields: tuple[tuple[str, Any], ...]) -> GpuKernelConfig:
+    (rows, keys, requests, card) = batch
     config, decided = GpuKernelConfig(**dict(fields)), frozenset(name for name, _ in fields)
     for policy in policies:
-        chosen = policy(TileRequest(config, rows, decided, keys, card))
+        chosen = policy(TileRequest(config, rows, decided, keys, requests, card))
         chosen = {name: value for name, value in chosen.items() if name not in decided}
         config, decided = dataclasses.replace(config, **chosen), decided | chosen.keys()
     return config
@@ -97,9 +121,9 @@ def _is_few(request: TileRequest) -> bool:
 
 def _is_narrow(request: TileRequest) -> bool:
     """Has it tiles of narrow_sm90.py, if they fit?"""
-    config, rows = request.config, request.rows
-    few = rows is not None and rows <= 16 and config.kv_dtype in KV_DTYPES_8BIT
-    return NARROW_TILES and few and config.compute_dtype is None
+    most = NARROW_ROWS_8BIT if request.config.kv_dtype in KV_DTYPES_8BIT else NARROW_ROWS
+    few = request.rows is not None and request.rows <= most
+    return NARROW_TILES and few and request.config.compute_dtype is None
 
 
 def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
@@ -111,9 +135,50 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
     if _is_narrow(request):
         narrow = dataclasses.replace(config, narrow_rows=8 if rows <= 8 else 16)
-        if _stages_that_fit(narrow, 128, most=4) >= 2:
+        some = not config.quantised and 0 < _units(request) < config.num_ctas
+        if _stages_that_fit(narrow, 128, most=4) >= (1 if some else 2):
             chosen["narrow_rows"] = narrow.narrow_rows
     return chosen
+
+
+def two_pipelines(request: TileRequest) -> dict[str, Any]:
+    """A pipeline for each computing warpgroup, where there are many units, of few rows or of few keys."""
+    config, keys = request.config, _most_keys(request)
+    if "pipelines" in request.decided:
+        useful = config.pipelines == 2
+    elif config.long_tiles:
+        many = keys != request.keys or request.requests >= MANY_REQUESTS
+        useful = many and keys is not None and keys <= MANY_ROWS_KEYS
+    else:
+        narrow_heads = config.head_dim <= 128 or (keys is not None and keys <= SMALL_BLOCK_KEYS)
+        useful = narrow_heads and _units(request) >= UNITS_PER_CTA * config.num_ctas
+    if not useful:
+        return {}
+    narrow = (8 if (request.rows or 0) <= 8 else 16) if _is_narrow(request) else 0
+    two = dataclasses.replace(config, pipelines=2, block_kv=64, narrow_rows=narrow)
+    stages = _stages_that_fit(two, 64, most=2 * PIPELINE_STAGES) // 2 * 2
+    if supports(dataclasses.replace(two, stages=stages)):
+        return {}
+    chosen: dict[str, Any] = dict(pipelines=2, block_kv=64, stages=stages, narrow_rows=narrow)
+    if keys is not None and keys <= WHOLE_KEYS_OF_PIPELINES:
+        chosen["whole_units"] = True
+    return chosen
+
+
+def _units(request: TileRequest) -> int:
+    """An upper bound of the units of a batch whose requests have few rows; 0: unknown."""
+    return request.requests * request.config.num_kv_heads
+
+
+def _most_keys(request: TileRequest) -> int | None:
+    """An upper bound of the keys of a unit, by the lengths' bound or by a window; None: unknown."""
+    config, rule, most = request.config, request.config.mask, request.keys
+    bounded = rule.left >= 0 and (rule.causal or rule.right >= 0) and not rule.spans
+    if not bounded or config.per_request_causal:
+        return most
+    tokens = -(-min(request.rows or TILE_ROWS, TILE_ROWS) // config.group) + 1  # of a tile
+    window = rule.left + max(rule.right, 0) + tokens
+    return window if most is None else min(most, window)
 
 
 def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
@@ -123,19 +188,14 @@ def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
     warpgroups begin sooner: dec_1x300 takes 8.2, with blocks of 128 keys 9.2, and 11.2 with the launch that merges;
     512 decodes of 50 to 800 keys take 277 instead of 288.
     """
-    config, rule, few = request.config, request.config.mask, _is_few(request)
-    most, bounded = request.keys, rule.left >= 0 and (rule.causal or rule.right >= 0) and not rule.spans
-    if bounded and not config.per_request_causal:
-        tokens = -(-min(request.rows or TILE_ROWS, TILE_ROWS) // config.group) + 1  # of a tile
-        window = rule.left + max(rule.right, 0) + tokens
-        most = window if most is None else min(most, window)
+    config, most, few = request.config, _most_keys(request), _is_few(request)
     if most is None:
         return {}
     chosen: dict[str, Any] = {}
     if most <= (WHOLE_KEYS if few else WHOLE_KEYS_OF_MANY_ROWS):
         chosen["whole_units"] = True
     stages = _stages_that_fit(config, 64, most=5)
-    if few and most <= SMALL_BLOCK_KEYS and not config.quantised and stages >= 2:
+    if few and most <= SMALL_BLOCK_KEYS and not (config.quantised or config.narrow_rows) and stages >= 2:
         chosen |= {"block_kv": 64, "stages": stages}
     return chosen
 
@@ -174,14 +234,16 @@ def largest_tiles(request: TileRequest) -> dict[str, Any]:
 
 def soft_cap(request: TileRequest) -> dict[str, Any]:
     """How a soft-capped softmax is computed, where the cap bounds the logits."""
-    if not FIXED_MAX or "fixed_max" in request.decided or not request.config.can_fix_max:
+    config = request.config
+    if not FIXED_MAX or "fixed_max" in request.decided or config.narrow_rows or not config.can_fix_max:
         return {}
-    return {"fixed_max": True, "cap_fourths": CAP_FOURTHS_WIDE if request.config.head_dim > 192 else CAP_FOURTHS}
+    return {"fixed_max": True, "cap_fourths": CAP_FOURTHS_WIDE if config.head_dim > 192 else CAP_FOURTHS}
 
 
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     query_buffers,
     variants_for_few_rows,
+    two_pipelines,
     units_of_few_keys,
     order_of_loads,
     measured_tiles,
@@ -197,7 +259,7 @@ H200_TABLE = "nvidia_h200"
 def measured_table(card: str = "") -> dict[tuple[int, int, str, str], dict[str, int]]:
     """(head_dim, v_head_dim, kv_dtype, kind) -> block_kv and stages, the fastest measured on this card.
 
-    kind: "long" (prefill and mixed batches), "few" (decode) or "narrow" (decode of an 8-bit cache).
+    kind: "long" (prefill and mixed batches), "narrow" (narrow tiles) or "few" (other batches of few rows).
     """
     own, tiles = table_path(card), ("block_kv", "stages")
     path = own if own.is_file() else table_path(H200_TABLE)

@@ -15,8 +15,8 @@ from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
-from pallas_kernels.gpu.merge_sm90 import COLUMNS, merge_rows
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, zero_unseen_values
+from pallas_kernels.gpu.merge_few_sm90 import merge_few_rows, steps_of
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, stage_of, worker, zero_unseen_values
 from pallas_kernels.gpu.row_states_sm90 import (
     LOG2E,
     ROW_LAYOUT,
@@ -151,12 +151,12 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
     def _():
         safe = jnp.where(total > 0.0, total, 1.0)
         lse = jnp.where(total > 0.0, m + lax.log(safe) * LOG2E, -jnp.inf)
-        slot = 2 * lax.axis_index("cta") + as_number(piece.lo == 0)
+        slot = 2 * worker(cfg, refs) + as_number(piece.lo == 0)
         out = acc * across_columns(v_scale / safe, shape)
         where = (slot, tile_row, nrows, jnp.int32(0))
         rows.store_partial(refs.part, refs.part_lse, out, lse, *where, stride=shape[1])
         if cfg.merges_inside:
-            _merge_if_last(cfg, refs, piece)
+            merge_if_last(cfg, refs, piece)
 
     @when(jnp.logical_not(piece.is_part))
     def _():
@@ -178,23 +178,20 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
             rows.store_tile(stage, refs.out, refs.lse, lse, *where, dim=shape[1], dtype=cfg.dtype, **kind)
 
 
-def _merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
+def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
     """After storing a part of a unit: merge all its parts, if those of the other CTAs are stored, too."""
-    me = lax.axis_index("cta")
+    me = worker(cfg, refs)
     begins = piece.lo == 0
     first = jnp.where(begins, me, refs.cta[me, wl.FROM])
     last = jnp.where(begins, refs.cta[me, wl.JOIN + 2], refs.cta[me, wl.UNTIL])
-    rows.arrive(refs.counters, refs.arrived, first, last - first + 1)
+    arrived = refs.arrived.at[0 if cfg.pipelines == 1 else refs.pipeline]
+    rows.arrive(refs.counters, arrived, first, last - first + 1)
 
-    @when(refs.arrived[0] == 1)
+    @when(arrived[0] == 1)
     def _():
-        width = COLUMNS if cfg.v_head_dim % COLUMNS == 0 else cfg.v_head_dim
         gmem = (refs.per_head, refs.part, refs.part_lse, refs.out, refs.lse)
-
-        def columns(i, _):
-            merge_rows(cfg, width, gmem, piece.column, piece[HEAD], (first, last), jnp.int32(0), i * width, in_flight=4)
-
-        lax.fori_loop(0, cfg.v_head_dim // width, columns, None)
+        step = lambda i, _: merge_few_rows(cfg, gmem, piece.column, piece[HEAD], (first, last), i)
+        lax.fori_loop(0, steps_of(cfg, piece[wl.NROWS]), step, None)
 
 
 def softmax_step(cfg: GpuKernelConfig, x, c, m, total):
@@ -286,7 +283,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     q_tile, scale = _queries(cfg, refs, piece, wg, stage)
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
-    slot_of = lambda j: lax.rem(blocks_before + j, jnp.int32(cfg.stages))
+    slot_of = lambda j: stage_of(cfg, refs, blocks_before + j)
 
     def say_done():
         plgpu.barrier_arrive(refs.compute_barrier)
@@ -347,19 +344,20 @@ def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         return carry
 
     lax.fori_loop(0, piece.count, body, jnp.int32(0))
-    finish(cfg, refs, piece, start_state(cfg.v_head_dim), 64 * wg)
+    finish(cfg, refs, piece, start_state(cfg.v_head_dim), 64 * wg if cfg.pipelines == 1 else jnp.int32(0))
 
 
 def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
     """Waits for and releases a block that this warpgroup does not compute: each must see every phase of a barrier."""
-    slot = lax.rem(block_number, jnp.int32(cfg.stages))
+    slot = stage_of(cfg, refs, block_number)
     for full, free in ((refs.k_full, refs.k_free), (refs.v_full, refs.v_free)):
         plgpu.barrier_wait(full.at[slot])
         plgpu.barrier_arrive(free.at[slot])
 
 
 def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """At most 64 rows: each warpgroup computes all of them, over every other key block."""
+    """At most 64 rows: each warpgroup computes all of them, over every other key block, or over its pipeline's."""
+    alone = cfg.pipelines == 2
     row = row_bounds(cfg, refs, piece, jnp.int32(0))
     q_tile, scale = _queries(cfg, refs, piece, wg, refs.q_tile.at[piece.buffer, wg if cfg.converts_queries else 0])
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
@@ -367,8 +365,8 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
 
     def step(t, carry, masked):
         acc, m, total = carry
-        j = 2 * t + wg
-        slot, kv0 = lax.rem(blocks_before + j, jnp.int32(cfg.stages)), first_key + j * cfg.block_kv
+        j = t if alone else 2 * t + wg
+        slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
         dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
@@ -383,9 +381,14 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
         acc = _add_weighted_values(cfg, acc, alpha, weights, refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
-        when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
+        if not alone:
+            when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
         return acc, m, total
 
+    if alone:
+        state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
+        finish(cfg, refs, piece, state, jnp.int32(0), refs.q_tile.at[piece.buffer, 0])
+        return
     when((wg == 1) & (n > 0))(lambda: skip_block(cfg, refs, blocks_before))
     own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_block_bounds(piece)]
     state = loop_over_blocks(cfg, step, own, _start(cfg))

@@ -34,8 +34,11 @@ _WGMMA = plgpu.Layout.WGMMA
 _SCALAR = ptx.SCALAR
 
 
-def read_queries(q_ref, *, rows8: int, dim: int, dtype: str):
-    """The first 8 * rows8 rows of an SMEM tile [64, D] as the columns of S^T's second factor."""
+def read_queries(q_ref, *, rows8: int, dim: int, dtype: str, decoded: bool = True):
+    """The first 8 * rows8 rows of an SMEM tile [64, D] as the columns of S^T's second factor.
+
+    decoded: the keys are of 8 bits, whose columns are used in another order (see the top).
+    """
     shape = (64, rows8 * dim // 2)
 
     @plgpu.inline_mgpu(
@@ -48,9 +51,13 @@ def read_queries(q_ref, *, rows8: int, dim: int, dtype: str):
         for n in range(rows8):
             for step in range(dim // 16):
                 row = arith.addi(g, ptx.i32(8 * n))
-                byte = arith.addi(arith.muli(t, ptx.i32(8)), ptx.i32(32 * step))
-                place = arith.addi(base, ptx.swizzled(row, byte, dim * 2, rows.swizzle_bytes(dim, dtype)))
-                words += ptx.asm_values("ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", 2, place)
+                for half in (0,) if decoded else (0, 16):
+                    byte = arith.addi(arith.muli(t, ptx.i32(8 if decoded else 4)), ptx.i32(32 * step + half))
+                    place = arith.addi(base, ptx.swizzled(row, byte, dim * 2, rows.swizzle_bytes(dim, dtype)))
+                    if decoded:
+                        words += ptx.asm_values("ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", 2, place)
+                    else:
+                        words.append(ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", place))
         return rows.fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
 
     return read(q_ref)

@@ -1,6 +1,7 @@
 """The work list of the attention kernel: which CTA computes what. Built from traced lengths, inside jit.
 
-    tile    up to 128 packed rows of one request: row p is token p // G and head p % G of a kv head's group
+    tile    up to 128 packed rows of one request: row p is token p // G and head p % G of a kv head's group. Where each
+            CTA has two pipelines, up to 64 rows, and a pipeline stands for the CTA in what follows
     unit    one (tile, kv head). It costs its number of key blocks times the cost of a block, plus UNIT_COST
     piece   a range of a unit's key blocks: what a CTA computes at a time
 
@@ -57,7 +58,7 @@ WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HE
 JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
 """Columns of cta, see the module's docstring; JOIN is the first of three."""
 
-TILE_ROWS = 2 * WARPGROUP_ROWS
+TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most
 SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
 UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
@@ -90,9 +91,9 @@ class GpuWorkList:
     cta: jax.Array
 
 
-def capacity(num_tokens: int, num_reqs: int, group: int) -> int:
-    """Static upper bound of the tiles: the sum of ceil(q_len * G / 128), the ghost request included."""
-    return num_tokens * group // TILE_ROWS + num_reqs + 1
+def capacity(num_tokens: int, num_reqs: int, config: GpuKernelConfig) -> int:
+    """Static upper bound of the tiles: the sum of ceil(q_len * G / tile_rows), the ghost request included."""
+    return num_tokens * config.group // config.tile_rows + num_reqs + 1
 
 
 def build_work_list(
@@ -149,14 +150,14 @@ def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ra
     q_lens = jnp.append(query_lens, num_tokens - starts[-1])
     seqs = jnp.append(seq_lens.astype(jnp.int32), 0)
     seqs = jnp.where(q_lens > 0, seqs, 0)
-    ends = jnp.cumsum(cdiv(q_lens * config.group, TILE_ROWS))
-    tile = jnp.arange(capacity(num_tokens, num_reqs, config.group), dtype=jnp.int32)
+    ends = jnp.cumsum(cdiv(q_lens * config.group, config.tile_rows))
+    tile = jnp.arange(capacity(num_tokens, num_reqs, config), dtype=jnp.int32)
     req = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
     valid = req <= num_reqs
     req = jnp.minimum(req, num_reqs)
     q_len, seq = q_lens[req], seqs[req]
-    row0 = (tile - (ends[req] - cdiv(q_len * config.group, TILE_ROWS))) * TILE_ROWS
-    nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, TILE_ROWS), 0)
+    row0 = (tile - (ends[req] - cdiv(q_len * config.group, config.tile_rows))) * config.tile_rows
+    nrows = jnp.where(valid, jnp.clip(q_len * config.group - row0, 0, config.tile_rows), 0)
     tile_causal = None if causal is None else jnp.append(causal, True)[req]
     held = None if rank is None else (rank, jnp.where(q_len > 0, jnp.append(local_lens, 0)[req], 0))
     tile_req = jnp.minimum(req, num_reqs - 1)
@@ -211,16 +212,16 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
 
 
 def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
-    """The flat list: no request has more than TILE_ROWS rows. A tile without rows has no blocks."""
+    """The flat list: no request has more than WARPGROUP_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
-    ghosts = cdiv(num_tokens * config.group, TILE_ROWS)
+    ghosts = cdiv(num_tokens * config.group, config.tile_rows)
     tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
     is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
     pads = num_tokens - starts[-1]
-    used = cdiv(pads * config.group, TILE_ROWS)  # the last `used` ghost tiles, next to the requests', have rows
-    row0 = jnp.where(is_ghost, (tile - ghosts + used) * TILE_ROWS, 0)
+    used = cdiv(pads * config.group, config.tile_rows)  # the last `used` ghost tiles, next to the requests', have rows
+    row0 = jnp.where(is_ghost, (tile - ghosts + used) * config.tile_rows, 0)
     q_len = jnp.where(is_ghost, pads, query_lens[req])
-    nrows = jnp.clip(q_len * config.group - row0, 0, TILE_ROWS) * (row0 >= 0)
+    nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows) * (row0 >= 0)
     seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
     tile_causal = None if causal is None else is_ghost | causal[req]
@@ -232,7 +233,7 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
 
 def _cut_line(nblk, config):
     """All units end to end in tile order, cut at equal numbers of blocks: CTA c begins at block c * total // C."""
-    heads, ctas, tiles = config.num_kv_heads, config.num_ctas, nblk.shape[0]
+    heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
     total = ends[-1]
@@ -284,7 +285,7 @@ def _even_cuts(nblk, begins, total, config):
 
     It fits if the longest piece needs at most piece_blocks more than an equal share of all blocks.
     """
-    heads, ctas = config.num_kv_heads, config.num_ctas
+    heads, ctas = config.num_kv_heads, config.workers
     most = cdiv(total, ctas) + jnp.arange(config.piece_blocks + 1, dtype=jnp.int32)  # candidates for the longest piece
     fits = jnp.sum(cdiv(nblk[None, :], jnp.maximum(most, 1)[:, None]), axis=1) * heads <= ctas
     pieces = cdiv(nblk, jnp.maximum(jnp.min(jnp.where(fits, most, total + 1)), 1))  # of one unit of each tile
@@ -316,7 +317,7 @@ def _divmod(x, y):
 
 def _assign(info, cost, config) -> GpuWorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
-    heads, ctas = config.num_kv_heads, config.num_ctas
+    heads, ctas = config.num_kv_heads, config.workers
     few, keys = _kinds(info, cost)
     tiles = jnp.sum(cost > 0, dtype=jnp.int32)
     exceeds_l2 = _prefill_exceeds_l2(few, keys, config)

@@ -209,6 +209,12 @@ def _store_rows(closure, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, c
     lse_ref[at] = lse[:n]
 
 
+def _store_tile(closure, tile, out_ref, lse_ref, lse, tok0, head0, row0, nrows):
+    _store_rows(
+        closure, out_ref, lse_ref, tile[:, : closure["dim"]].astype(np.float32), lse, tok0, head0, row0, nrows, 0
+    )
+
+
 def _store_partial(closure, acc_ref, lse_ref, acc, lse, slot, row0, nrows, column):
     n = int(np.clip(nrows, 0, 64))
     rows = slice(int(row0), int(row0) + n)
@@ -283,6 +289,12 @@ def _load_queries(closure, source, tok0, head0, row0, nrows):
     return (out.reshape(closure["shape"]),)
 
 
+def _read_queries(closure, tile):
+    count, dim = 8 * closure["rows8"], closure["dim"]
+    rows = np.broadcast_to(tile[:count, :dim], (4, count, dim))
+    return (np.ascontiguousarray(rows).reshape(closure["shape"]),)
+
+
 def _start_state(closure):
     acc, stats = (np.zeros(shape, np.float32) for shape in closure["shapes"])
     _warp_rows(stats, stats.shape[1] // 8, 1)[...] = -1e38
@@ -341,9 +353,59 @@ def _put_state(closure, scratch, stats_out, acc, stats, wg):
     n, dim = closure["n"], closure["dim"]
     place, rows8 = slice(8 * n, 8 * n + 8), stats.shape[1] // 8
     states = _warp_rows(acc, rows8, dim)[:, place]
-    raw = scratch.reshape(-1).view(np.uint8)
-    raw[: states.size * 4] = np.ascontiguousarray(states, np.float32).reshape(-1).view(np.uint8)
-    stats_out[:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1).view(stats_out.dtype)
+    raw, first = scratch.reshape(-1).view(np.uint8), int(wg) * states.size * 4
+    raw[first : first + states.size * 4] = np.ascontiguousarray(states, np.float32).reshape(-1).view(np.uint8)
+    stats_out[64 * int(wg) :][:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1).view(stats_out.dtype)
+
+
+def _put_fragment(closure, q_tile, stats, acc, top, total):
+    raw = q_tile.reshape(-1).view(np.uint8)
+    raw[: acc.size * 4] = acc.reshape(-1).view(np.uint8)
+    stats[:128] = np.concatenate([top, total])
+
+
+def _get_fragment(closure, q_tile, stats):
+    shape = (64, closure["dim"])
+    raw = np.ascontiguousarray(q_tile).reshape(-1).view(np.uint8)[: 4 * shape[0] * shape[1]]
+    return raw.view(np.float32).reshape(shape).copy(), stats[:64].copy(), stats[64:128].copy()
+
+
+def _arrive(closure, counters, arrived, index, count):
+    counters[int(index)] += 1
+    arrived[0] = counters[int(index)] == count
+
+
+def _numbers_of_threads(closure, element, nrows):
+    """Of merge_few_sm90.py: (row, first column) of each thread that has a row."""
+    chunk, each = int(element) // 4 + np.arange(128), closure["dim"] // 4
+    return [(i, c // each, c % each * 4) for i, c in enumerate(chunk) if c // each < nrows]
+
+
+def _add_parts(closure, parts, lses, part, first, last, element, nrows, acc, top, total):
+    acc, top, total = acc.reshape(128, 4).copy(), top.copy(), total.copy()
+    for thread, row, column in _numbers_of_threads(closure, element, nrows):
+        for cta in range(int(part), min(int(part) + closure["in_flight"], int(last) + 1)):
+            slot = 2 * cta + (cta == first)
+            new = np.maximum(top[thread], lses[slot, row])
+            a, b = np.exp2(top[thread] - new), np.exp2(lses[slot, row] - new)
+            acc[thread] = acc[thread] * a + parts[slot, row, column : column + 4] * b
+            top[thread], total[thread] = new, total[thread] * a + b
+    return acc.reshape(-1), top, total
+
+
+def _store_merged(closure, per_head, out, lse, element, nrows, tok0, head0, row0, acc, top, total):
+    for thread, row, column in _numbers_of_threads(closure, element, nrows):
+        (token,), (head,) = _flat_rows(closure, tok0, head0, int(row0) + row, 1)
+        m, denominator, value = top[thread], total[thread], acc.reshape(128, 4)[thread]
+        seen = denominator > 0
+        if closure["has_sinks"]:
+            sink = per_head[head, 1] * np.log2(np.e)
+            shift = max(m, sink)
+            value, denominator = value * np.exp2(m - shift), denominator * np.exp2(m - shift) + np.exp2(sink - shift)
+            m = shift
+        out[token, head, column : column + 4] = (value / denominator).astype(out.dtype) if seen else 0
+        if column == 0:
+            lse[token, head] = (m + np.log2(denominator)) / np.log2(np.e) if seen else -np.inf
 
 
 def _merge_and_store(
@@ -506,6 +568,13 @@ PTX = {
     "sync_lanes": lambda closure: None,
     "sync_warps": lambda closure: None,
     "load_queries": _load_queries,
+    "read_queries": _read_queries,
+    "sync_warpgroup": lambda closure: None,
+    "put_fragment": _put_fragment,
+    "get_fragment": _get_fragment,
+    "arrive": _arrive,
+    "add_parts": _add_parts,
+    "store_merged": _store_merged,
     "start_state": _start_state,
     "keys_times_queries": _keys_times_queries,
     "softmax_times_values": _softmax_times_values,
@@ -532,6 +601,7 @@ PTX = {
     "add_slope": _add_slope,
     "store_rows": _store_rows,
     "store_partial": _store_partial,
+    "store_tile": _store_tile,
     "load_partial": _load_partial,
     "add_products": _add_products,
     "_constants": _constants,

@@ -42,6 +42,9 @@ def test_transposed_logits_are_those_of_the_algebra(options, monkeypatch):
 
 CASES = {
     "fp8": {},
+    "bf16": dict(kv_dtype="bfloat16", stages=2),
+    "bf16, two pipelines": dict(kv_dtype="bfloat16", pipelines=2, block_kv=64),
+    "fp8, two pipelines, everything": EVERYTHING | dict(pipelines=2, block_kv=64),
     "int8, 16 rows, D 192 V 128, sinks": dict(
         kv_dtype="int8", narrow_rows=16, head_dim=192, v_head_dim=128, stages=2, has_sinks=True
     ),
@@ -58,8 +61,8 @@ def test_lowers_for_cuda(name):
 
 
 REFUSED = {
-    "bf16": dict(kv_dtype="bfloat16"),
     "blocks of 64": dict(block_kv=64),
+    "blocks of 128 in two pipelines": dict(pipelines=2),
     "long tiles": dict(long_tiles=True),
     "12 rows": dict(narrow_rows=12),
 }

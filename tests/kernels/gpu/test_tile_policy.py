@@ -20,11 +20,11 @@ OTHERS = [dict(FEW, page_size=16), dict(FEW, rows=17), dict(FEW, rows=None), dic
 
 
 def page_sized_blocks(request: TileRequest) -> dict:
-    """bfloat16 decode over pages of 64: a block is a page, in 4 stages."""
+    """bfloat16 decode over pages of 64: a block is a page, in 4 stages, and 64 rows are multiplied."""
     config, rows = request.config, request.rows
     if rows is None or rows > 16 or config.kv_dtype != "bfloat16" or config.page_size != 64:
         return {}
-    return {"block_kv": 64, "stages": 4}
+    return {"block_kv": 64, "stages": 4, "narrow_rows": 0}
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_the_backend_asks_the_policies(added):
 
 def test_the_caller_decides_before_every_policy(added):
     config = default_config(**FEW, block_kv=128)
-    assert (config.block_kv, config.stages) == (128, 4)
+    assert (config.block_kv, config.stages, config.narrow_rows) == (128, 4, 0)
     capped = LogitRule(scale=0.1, soft_cap=30.0)
     assert default_config(**SHAPE, logits=capped).fixed_max
     plain = default_config(**SHAPE, logits=capped, fixed_max=False)
@@ -100,16 +100,18 @@ def test_what_does_not_fit_is_refused_with_the_bytes():
     assert reason == "313600 bytes of shared memory; there are 228352"
 
 
+@pytest.mark.parametrize("requests", [0, 20, 1000])
 @pytest.mark.parametrize("rows", [None, 1, 8, 9, 16, 17, 64, 65, 512])
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn", "int8"])
-def test_no_policy_makes_a_config_that_the_kernel_refuses(kv_dtype, rows):
+def test_no_policy_makes_a_config_that_the_kernel_refuses(kv_dtype, rows, requests):
     """A refused config would take the shape from pallas_gpu, and 'auto' would choose another backend in silence."""
     for head_dim, v_head_dim in itertools.product((32, 64, 96, 128, 192, 256), (32, 64, 128, 192, 256)):
         for page_size, token_scales, soft_cap in itertools.product((8, 16, 128), (False, True), (None, 30.0)):
             if v_head_dim > head_dim or (token_scales and kv_dtype == "bfloat16"):
                 continue
             config = default_config(
-                rows=rows, num_heads=8, num_kv_heads=2, head_dim=head_dim, v_head_dim=v_head_dim, page_size=page_size,
+                rows=rows, requests=requests, keys=requests or None,
+                num_heads=8, num_kv_heads=2, head_dim=head_dim, v_head_dim=v_head_dim, page_size=page_size,
                 layout="HND", dtype="bfloat16", kv_dtype=kv_dtype, token_scales=token_scales,
                 mask=MaskRule(causal=True), logits=LogitRule(scale=1.0, soft_cap=soft_cap),
             )  # fmt: skip
@@ -119,23 +121,54 @@ def test_no_policy_makes_a_config_that_the_kernel_refuses(kv_dtype, rows):
 @pytest.mark.parametrize(
     ("fields", "whole", "block_kv"),
     [
-        (dict(rows=4, keys=512), True, 64),
-        (dict(rows=4, keys=832), False, 64),
-        (dict(rows=4, keys=1024), False, 128),
+        (dict(rows=12, keys=512), True, 64),
+        (dict(rows=12, keys=832), False, 64),
+        (dict(rows=12, keys=1024), False, 128),
+        (dict(rows=4, keys=512), True, 128),
+        (dict(rows=4, keys=832), False, 128),
         (dict(rows=4, keys=None), False, 128),
         (dict(rows=4, keys=4096), False, 128),
-        (dict(rows=4, keys=4096, mask=MaskRule(left=127)), True, 64),
+        (dict(rows=12, keys=4096, mask=MaskRule(left=127)), True, 64),
+        (dict(rows=4, keys=4096, mask=MaskRule(left=127)), True, 128),
         (dict(rows=4, keys=4096, mask=MaskRule(left=127, spans=True)), False, 128),
         (dict(rows=4, keys=4096, mask=MaskRule(left=127), per_request_causal=True), False, 128),
         (dict(rows=4, keys=512, kv_dtype="int8"), True, 128),
         (dict(rows=2048, keys=1024), True, 128),
         (dict(rows=2048, keys=2048), False, 128),
-        (dict(rows=8192, keys=8192, mask=MaskRule(left=127)), True, 128),
+        (dict(rows=8192, keys=8192, mask=MaskRule(left=127)), True, 64),
+        (dict(rows=8192, keys=8192, mask=MaskRule(left=511)), True, 128),
     ],
 )
 def test_units_of_few_keys_are_not_cut(fields, whole, block_kv):
     config = default_config(**SHAPE | fields)
     assert (config.whole_units, config.block_kv) == (whole, block_kv) and not supports(config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "pipelines", "narrow", "whole"),
+    [
+        (dict(rows=4, requests=49), 1, 8, False),  # 392 units
+        (dict(rows=4, requests=50), 2, 8, False),
+        (dict(rows=4, requests=50, keys=2048), 2, 8, True),
+        (dict(rows=9, requests=50), 2, 0, False),
+        (dict(rows=9, requests=50, kv_dtype="int8"), 2, 16, False),
+        (dict(rows=17, requests=50, kv_dtype="int8"), 1, 0, False),
+        (dict(rows=4, requests=50, kv_dtype="int8", token_scales=True), 1, 8, False),
+        (dict(rows=4, requests=50, pipelines=1), 1, 8, False),
+        (dict(rows=4, requests=50, head_dim=256, v_head_dim=256), 1, 0, False),
+        (dict(rows=4, requests=50, keys=896, head_dim=256, v_head_dim=256), 2, 8, True),
+        (dict(rows=4, requests=16, head_dim=256, v_head_dim=256), 1, 8, False),
+        (dict(rows=200, requests=50, keys=320), 2, 0, True),
+        (dict(rows=200, requests=7, keys=320), 1, 0, True),
+        (dict(rows=200, requests=50), 1, 0, False),
+        (dict(rows=200, requests=1, mask=MaskRule(left=127)), 2, 0, True),
+        (dict(mask=MaskRule(left=127)), 2, 0, True),
+    ],
+)
+def test_pipelines_where_there_are_many_units_of_few_rows_or_keys(fields, pipelines, narrow, whole):
+    config = default_config(**SHAPE | fields)
+    assert (config.pipelines, config.narrow_rows, config.whole_units) == (pipelines, narrow, whole)
+    assert not supports(config)
 
 
 def test_keys_come_before_queries_of_one_buffer_in_long_tiles():

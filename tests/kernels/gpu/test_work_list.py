@@ -39,10 +39,12 @@ FLAT = {  # batch, padding tokens, CTAs
 }
 
 
-def make(batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0, whole=False):
+def make(
+    batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0, whole=False, pipelines=1
+):
     config = GpuKernelConfig(
         **SHAPE, num_heads=heads * group, num_kv_heads=heads, mask=rule, heads_together=together, num_ctas=ctas,
-        flat_list=flat, piece_blocks=piece_blocks, whole_units=whole,
+        flat_list=flat, piece_blocks=piece_blocks, whole_units=whole, pipelines=pipelines,
     )  # fmt: skip
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
@@ -65,8 +67,8 @@ def pieces_of(cta_row, me, info, config):
     """((tile, head), lo, hi) of one CTA, in the kernel's own terms."""
     waves, u0, b0, u1, b1, _, *sets = (int(x) for x in cta_row[:8])
     for j in range(waves + (u1 - u0) + (b1 > 0)):
-        snake = me if j % 2 == 0 else config.num_ctas - 1 - me
-        unit = j * config.num_ctas + snake if j < waves else u0 + j - waves
+        snake = me if j % 2 == 0 else config.workers - 1 - me
+        unit = j * config.workers + snake if j < waves else u0 + j - waves
         tile, head = place_of(unit, sets, config)
         yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
 
@@ -84,9 +86,18 @@ def test_whole_units_are_never_cut(batch):
     config, *rest, info, cta, join = make(requests, RULES["causal"], pad=pad, ctas=ctas, flat=flat, whole=True)
     check_once(config, *rest, info, cta, join)
     assert (join[:, 0] == -1).all()
-    for me in range(config.num_ctas):
+    for me in range(config.workers):
         for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
             assert (lo, hi) == (0, info[tile, wl.NBLK])
+
+
+@pytest.mark.parametrize("batch", [*BATCHES, *(f"flat: {name}" for name in FLAT)])
+def test_two_pipelines_of_a_cta_share_out_tiles_of_64_rows(batch):
+    requests, pad, ctas = FLAT[batch[6:]] if batch.startswith("flat: ") else (BATCHES[batch], 5, 132)
+    flat = batch.startswith("flat: ")
+    config, *rest, info, cta, join = make(requests, RULES["causal"], pad=pad, ctas=ctas, flat=flat, pipelines=2)
+    check_once(config, *rest, info, cta, join)
+    assert len(cta) == 2 * ctas and info[:, wl.NROWS].max() <= 64
 
 
 @pytest.mark.parametrize(("lengths", "cut"), [([4096] * 64, 0), ([4096, 900] * 32, 131), ([4096] * 33, 0)])
@@ -101,7 +112,7 @@ def test_a_flat_list_cuts_nothing_where_whole_units_fill_the_waves(lengths, cut)
 def test_sets_of_heads_are_done_once_and_one_after_the_other(batch, together):
     config, *rest, info, cta, join = make(BATCHES[batch], RULES["causal"], together=together)
     check_once(config, *rest, info, cta, join)
-    for me in range(config.num_ctas):
+    for me in range(config.workers):
         sets = [head // together for (_, head), _, _ in pieces_of(cta[me], me, info, config)]
         assert sets == sorted(sets)
 
@@ -136,14 +147,14 @@ def test_a_flat_list_cuts_a_unit_into_even_pieces_where_a_second_piece_costs_mor
     batch, heads, count = EVEN[name]
     config, *rest, info, cta, join = make(batch, RULES["causal"], heads=heads, flat=True, pad=0, piece_blocks=4)
     check_once(config, *rest, info, cta, join)
-    pieces = [list(pieces_of(cta[me], me, info, config)) for me in range(config.num_ctas)]
+    pieces = [list(pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
     sizes = [[hi - lo for _, lo, hi in mine if hi > lo] for mine in pieces]
     if count is None:
         assert max(map(len, sizes)) > 1
         return
     assert sum(map(len, sizes)) == count and max(map(len, sizes)) == 1
     blocks = sum(map(sum, sizes))
-    assert max(map(sum, sizes)) <= -(-blocks // config.num_ctas) + 4
+    assert max(map(sum, sizes)) <= -(-blocks // config.workers) + 4
 
 
 @pytest.mark.parametrize("name", FLAT)
@@ -158,8 +169,8 @@ def test_short_decodes_are_not_cut_and_loads_differ_by_a_unit(count, length):
     config, *rest, info, cta, join = make([(1, length)] * count, RULES["causal"], pad=0, flat=True)
     check_once(config, *rest, info, cta, join)
     assert (join[:, 0] == -1).all()
-    units = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.num_ctas)]
-    assert max(units) == -(-count * config.num_kv_heads // config.num_ctas)
+    units = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
+    assert max(units) == -(-count * config.num_kv_heads // config.workers)
 
 
 def test_a_flat_list_has_the_windows_of_the_ranked_one():
@@ -199,7 +210,7 @@ def test_the_tiles_of_a_head_pass_over_its_keys_together(batch, group, pad, part
     config, starts, seqs, tokens, info, cta, join = make(batch, RULES["causal"], group=group, pad=pad)
     check_once(config, starts, seqs, tokens, info, cta, join)
     begins, long = {}, info[:, wl.NROWS] * (info[:, wl.SEQ] > 0) > wl.SHORT_ROWS
-    for me in range(config.num_ctas):
+    for me in range(config.workers):
         mine = [(unit, lo) for unit, lo, hi in pieces_of(cta[me], me, info, config) if long[unit[0]] and hi > lo]
         if parts is not None:
             assert len(mine) <= 1
@@ -226,7 +237,7 @@ def test_no_batch_size_is_a_cliff():
         before = np.concatenate([[0], np.cumsum(blocks)])
         u0, b0, u1, b1 = cta[:, wl.LINE_UNIT0 : wl.LINE_BLK1 + 1].T
         load = before[u1] + b1 - before[u0] - b0 + piece_overhead * (u1 - u0 + (b1 > 0))
-        waste.append(load.max() / (before[-1] / config.num_ctas + piece_overhead))
+        waste.append(load.max() / (before[-1] / config.workers + piece_overhead))
     waste = np.array(waste)
     assert (waste[1:] / waste[:-1]).max() < 1.3 and waste.max() < 3
 
@@ -234,7 +245,7 @@ def test_no_batch_size_is_a_cliff():
 def check_once(config, starts, seqs, tokens, info, cta, join):
     """Walks every CTA's pieces: all rows have tiles, all blocks are done, and the merge knows every cut unit."""
     parts = {}
-    for me in range(config.num_ctas):
+    for me in range(config.workers):
         for unit, lo, hi in pieces_of(cta[me], me, info, config):
             parts.setdefault(unit, []).append((lo, hi, me))
     rows = sum(info[t, wl.NROWS] for t in range(len(info)))
@@ -283,7 +294,7 @@ def test_every_other_cta_walks_backward_where_many_decodes_meet_a_prefill(batch,
 def test_load_is_even(batch, together):
     config, *_, info, cta, _ = make(BATCHES[batch], RULES["causal"], together=together)
     load = []
-    for me in range(config.num_ctas):
+    for me in range(config.workers):
         total = 0
         for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
             short = info[tile, wl.NROWS] <= wl.SHORT_ROWS
@@ -385,12 +396,13 @@ def test_requests_that_are_left_out_have_no_rows(flat):
     assert rows == {0: 12, 4: 20, 11: 12}  # requests 0 and 2, and three padding tokens
 
 
-def test_capacity_bounds_the_tiles():
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_capacity_bounds_the_tiles(pipelines):
+    rng, config = np.random.default_rng(0), GpuKernelConfig(**SHAPE, num_heads=6, num_kv_heads=1, pipelines=pipelines)
     for _ in range(20):
         q_lens = rng.integers(0, 70, size=9)
-        need = sum(-(-q * 6 // wl.TILE_ROWS) for q in q_lens)
-        assert need <= wl.capacity(int(q_lens.sum()), 9, 6)
+        need = sum(-(-q * 6 // config.tile_rows) for q in q_lens)
+        assert need <= wl.capacity(int(q_lens.sum()), 9, config)
 
 
 @pytest.mark.parametrize("name", FLAT)

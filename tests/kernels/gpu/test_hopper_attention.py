@@ -1,0 +1,124 @@
+"""Hopper's attention kernel in JAX's interpreter, each of its tiles with one and with two pipelines."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tile_policy import default_config
+from pallas_kernels.gpu.work_list import build_work_list
+from tests.kernels.gpu.test_warp_attention import DECODES, MIXED, TWO_TOKENS, head_scales, make_batch
+from tests.oracle.attention import ragged
+
+INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
+SHAPE = dict(
+    num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=8, num_ctas=3, logits=LogitRule(scale=0.1)
+)
+ONE = dict(pipelines=1, block_kv=128, stages=2)
+TWO = dict(pipelines=2, block_kv=64, stages=4)
+WGMMA = dict(narrow_rows=0)
+INSIDE = dict(merges_inside=True)
+INT8 = dict(kv_dtype="int8", page_size=16)
+CASES = {  # name -> (query length, total length) of each request, fields of the config, the oracle's options
+    "narrow": (DECODES, ONE, {}),
+    "narrow, two pipelines": (DECODES, TWO, {}),
+    "two pipelines, whole units": (DECODES, TWO | dict(whole_units=True), {}),
+    "two pipelines of one stage, D 256": (DECODES, TWO | dict(stages=2, head_dim=256, v_head_dim=256, q_buffers=1), {}),
+    "two pipelines by wgmma, 16 rows": (TWO_TOKENS, TWO | WGMMA | dict(num_heads=16), {}),
+    "two pipelines by wgmma, D 112 V 48, NHD": (
+        DECODES, TWO | WGMMA | dict(num_heads=14, head_dim=112, v_head_dim=48, layout="NHD"), {}
+    ),
+    "one long request in parts": (((1, 700),), TWO, {}),
+    "parts merged inside": (((1, 700), (1, 300)), ONE | INSIDE, {}),
+    "parts merged inside, two pipelines, sinks": (
+        ((1, 700), (1, 300)), TWO | INSIDE | dict(has_sinks=True), dict(sinks=None)
+    ),
+    "parts merged inside, by wgmma": (((2, 700), (1, 300)), ONE | WGMMA | INSIDE | dict(num_heads=12), {}),
+    "a CTA more than work": (((1, 65), (1, 3)), TWO | dict(num_ctas=5), {}),
+    "int8": (DECODES, TWO | INT8 | dict(has_sinks=True), dict(sinks=None)),
+    "int8, 16 rows, f16": (TWO_TOKENS, TWO | INT8 | dict(num_heads=16, dtype="float16"), {}),
+    "e4m3, one pipeline, merged inside": (
+        ((1, 700), (1, 300)), ONE | INSIDE | dict(kv_dtype="float8_e4m3fn"), {}
+    ),
+    "window": (((1, 300), (1, 20), (2, 150)), TWO | dict(mask=MaskRule(left=70)), dict(window=(70, -1))),
+    "every option": (
+        ((1, 300), (1, 20), (2, 150)),
+        TWO | dict(logits=LogitRule(scale=0.1, soft_cap=5.0, has_alibi=True), has_sinks=True, layout="NHD",
+                   mask=MaskRule(left=50), dtype="float16", kv_dtype="float16", v_head_dim=32),
+        dict(soft_cap=5.0, slopes=None, sinks=None, window=(50, -1)),
+    ),
+    "not causal, mask_fn": (
+        TWO_TOKENS, TWO | dict(mask=MaskRule(causal=False, mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
+        dict(causal=False, mask_fn=lambda h, q, k: (q + k + h) % 3 != 0),
+    ),
+    "float32 output": (DECODES, TWO | dict(out_dtype="float32"), {}),
+    "mixed": (MIXED, ONE, {}),
+    "mixed, two pipelines": (MIXED, TWO, {}),
+    "mixed, two pipelines, window, sinks, NHD": (
+        MIXED, TWO | dict(num_heads=8, mask=MaskRule(left=50), has_sinks=True, layout="NHD"),
+        dict(window=(50, -1), sinks=None),
+    ),
+    "prefill in parts, two pipelines, D 128": (
+        ((70, 300),), TWO | dict(head_dim=128, v_head_dim=128, num_ctas=4, page_size=64), {}
+    ),
+}  # fmt: skip
+QUICK = ("narrow, two pipelines", "parts merged inside, two pipelines, sinks")
+
+
+def config_of(lengths, fields):
+    """The config, with narrow tiles where the rows are few enough for them."""
+    fields = SHAPE | fields
+    rows = fields["num_heads"] // fields["num_kv_heads"] * max(n for n, _ in lengths)
+    most = 16 if fields.get("kv_dtype", "bfloat16") not in ("bfloat16", "float16") else 8
+    inside = fields.pop("merges_inside", False)
+    narrow = fields.pop("narrow_rows", 0 if rows > most else 8 if rows <= 8 else 16)
+    config = default_config(**fields, narrow_rows=narrow, rows=rows)
+    return dataclasses.replace(config, merges_inside=inside)
+
+
+def compare(lengths, fields, options, pads=5):
+    """Runs the kernel in the interpreter and compares it with the oracle; its output and log-sum-exp."""
+    from tests.kernels.gpu.interpreter import interpreted
+
+    config = config_of(lengths, fields)
+    assert not supports(config)
+    args, (starts, seqs), (keys, values), _ = make_batch(lengths, config, pads)
+    options, extra = (
+        dict(options),
+        dict(zip(("k_scale", "v_scale"), map(jnp.asarray, head_scales(config)), strict=True)),
+    )
+    for name, argument in (("sinks", "sinks"), ("slopes", "alibi_slopes")):
+        if name in options:
+            options[name] = np.linspace(-1, 1, config.num_heads) / (1 if name == "sinks" else 50)
+            extra[argument] = jnp.asarray(options[name], jnp.float32)
+    if config.merges_inside:
+        extra["counters"] = jnp.zeros(config.workers, jnp.int32)
+    with interpreted():
+        work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config)
+        out, lse = (np.asarray(x, np.float64) for x in ragged_paged_attention(*args, work, config, **extra))
+    end = starts[-1]
+    queries, options = np.asarray(args[0], np.float64)[:end], {"scale": config.logits.scale} | options
+    want, want_lse = ragged(queries, keys, values, [n for n, _ in lengths], **options)
+    np.testing.assert_allclose(out[:end], want, rtol=2**-8, atol=2e-2 if config.dtype == "bfloat16" else 2e-3)
+    np.testing.assert_allclose(lse[:end], want_lse, atol=1e-4)
+    assert (out[end:] == 0).all() and np.isneginf(lse[end:]).all()
+    assert (out[:end][np.isneginf(want_lse)] == 0).all()
+    return out, lse
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
+def test_is_attention(name):
+    compare(*CASES[name])
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.slow
+def test_a_tile_of_padding_has_more_rows_than_those_of_any_request():
+    compare(*CASES["narrow, two pipelines"], pads=70)
