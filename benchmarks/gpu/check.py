@@ -280,6 +280,7 @@ def run_case(case, args, **extra):
     @jax.jit
     def attend(q, k, v, t, w, pools):
         own = {} if pools is None else dict(k_token_scale=pools[0], v_token_scale=pools[1])
+        own |= dict(counters=jnp.zeros(config.workers, jnp.int32)) if config.merges_inside else {}
         return ragged_paged_attention(q, k, v, t, w, config, **kind, **own)
 
     work = jax.block_until_ready(plan(starts, seqs))

@@ -71,6 +71,34 @@ SMALL += [
         )
     ),
 ]
+TWO, INSIDE = dict(pipelines=2), dict(merges_inside=True)
+F16 = dict(dtype="float16", kv_dtype="float16")
+SMALL += [
+    (few("few_padded"), TWO),
+    (few("few_padded"), TWO | INSIDE),
+    (few("few_padded"), INSIDE),
+    (few("few_mqa16", num_heads=16, num_kv_heads=2, page=64), TWO),
+    (few("few_mqa16", num_heads=16, num_kv_heads=2, page=64), TWO | INSIDE),
+    (few("few_all", options=FEATURES), TWO),
+    (few("few_fp8", kv_dtype="float8_e4m3fn"), TWO),
+    (few("few_fp8", kv_dtype="float8_e4m3fn"), TWO | INSIDE),
+    (few("few_fp8_all", kv_dtype="float8_e4m3fn", options=FEATURES), TWO | dict(layout="NHD")),
+    (few("few_int8_mqa16", kv_dtype="int8", num_heads=16, num_kv_heads=2, page=64), TWO),
+    (few("few_f16", page=128), TWO | F16),
+    (few("few_d256", head_dim=256, v_head_dim=256), TWO | dict(narrow_rows=8)),
+    (few("few_d192", head_dim=192, v_head_dim=128), TWO),
+    (few("few_d64", head_dim=64, v_head_dim=64, page=8), TWO),
+    (few("few_d112", head_dim=112, v_head_dim=112, page=48), TWO),
+    *(
+        (cases.KernelCase(name=f"mix_{name}", lengths=cases.MIX, pad_tokens=37, pad_reqs=3, **case), TWO)
+        for name, case in (
+            ("plain", {}),
+            ("all", dict(options=FEATURES)),
+            ("d64_window", dict(num_heads=64, head_dim=64, v_head_dim=64, options=(("window", 128),))),
+            ("d96_mha", dict(num_heads=8, head_dim=96, v_head_dim=96, page=64)),
+        )
+    ),
+]
 PREFILLS = ("pre_1x32k", "chunk_2k_of_32k", "pre_4x4k", "pre_1x8k", "mixed_32d_2p")
 TIMED = [(BY_NAME[name], dict(heads_together=n)) for name in PREFILLS for n in (0, 8, 1)]
 EIGHT = (

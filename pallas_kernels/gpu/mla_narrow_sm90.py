@@ -123,6 +123,7 @@ def add_narrow(cfg: MlaKernelConfig, refs: MlaRefs, wg):
             stage = lax.rem(blocks_before + i, jnp.int32(cfg.loaded_stages))
             plgpu.barrier_wait(refs.published)
             acc = add_weighted(cfg, refs.latent.at[stage], refs.weights, refs.stats, acc, wg)
+            rows.end_reads()
             for part in range(cfg.parts_of_half):
                 plgpu.barrier_arrive(refs.free.at[barrier_of(cfg, stage, wg * cfg.parts_of_half + part)])
             plgpu.barrier_arrive(refs.used)

@@ -106,6 +106,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         if cfg.token_scales:
             of_keys, of_values = token_scales.load_per_key(refs.token_scale, slot, 0, cfg.block_kv, mine, warps.KEYS)
         dots = warps.keys_times_queries(refs.k_tile.at[slot], queries, mine, **keys)
+        rows.end_reads()
         plgpu.barrier_arrive(refs.k_free.at[slot])
         dots = token_scales.multiply_per_key(dots, of_keys, 0)
         x, factor = logits(cfg, column, dots, kv0 + mine, scale, masked)
@@ -113,6 +114,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         if masked:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0, half=half)
         carry = warps.softmax_times_values(refs.v_tile.at[slot], x, factor, *carry, mine, of_values, **values)
+        rows.end_reads()
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return carry
 

@@ -119,6 +119,7 @@ def _product(cfg: PackedWgmmaConfig, x, arrays, outs, smem: dict):
 
         for run in range(cfg.depth // cfg.run):
             total = _add_run(cfg, smem, slot, run, wg, total, await_next)
+        rows.end_reads()  # of scales
         when(i + cfg.stages < count)(lambda: plgpu.barrier_arrive(smem["free"].at[slot]))
         refill(i)
         return total

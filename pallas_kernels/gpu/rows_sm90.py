@@ -195,6 +195,20 @@ def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column, *, stri
     store(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column)
 
 
+def end_reads():
+    """Before an arrival that lets TMA overwrite a stage: this thread's loads from it have returned.
+
+    An arrival alone orders the accesses of threads, not those of TMA: a load that was begun before it may return what
+    TMA writes after it. wgmma, which is waited for, needs no such fence.
+    """
+
+    @plgpu.inline_mgpu()
+    def fence(ctx):
+        asm("fence.proxy.async.shared::cta;", "")
+
+    fence()
+
+
 def sync_warpgroup():
     """The threads of this warpgroup see what all of them wrote to shared memory."""
 

@@ -29,11 +29,9 @@ UNITS_PER_CTA = 3
 one unit and the loads of another overlap: on an H100 64 and 512 requests of 50 to 800 keys take 48.6 and 319 instead of
 65.9 and 356, of 8 bits 37.7 instead of 49.0. With 256 units for 132 CTAs one pipeline is faster: 32.9 and 36.1."""
 
-WHOLE_KEYS_OF_PIPELINES = 2048  # of heads above 128, whose pipelines have one stage each, SMALL_BLOCK_KEYS at most
-"""With pipelines, a unit of at most so many keys is not cut: 128 requests of 200 to 2000 keys take 199, cut 207."""
-
-MANY_ROWS_KEYS, MANY_REQUESTS = 320, 8
-"""Tiles of many rows have two pipelines where a unit has at most so many keys, by a window, or in a batch of so many
+PIPELINE_KEYS, MANY_REQUESTS = 320, 8
+"""With two pipelines, units of at most so many keys are never cut. Of more keys a lone request of a padded batch, which
+one warpgroup would compute, needs the cut. Tiles of many rows have two pipelines only where a unit has at most so many keys, by a window, or in a batch of so many
 requests: on an H100 a window of 128 over a prompt of 8192 takes 144 instead of 162, 62 short requests with that window
 32 instead of 53, 32 prompts of 30 to 300 47 instead of 55. A window of 512 takes 5 to 10 % longer, a single prompt of
 256 9.6 instead of 9.0."""
@@ -148,7 +146,7 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
         useful = config.pipelines == 2
     elif config.long_tiles:
         many = keys != request.keys or request.requests >= MANY_REQUESTS
-        useful = many and keys is not None and keys <= MANY_ROWS_KEYS
+        useful = many and keys is not None and keys <= PIPELINE_KEYS
     else:
         narrow_heads = config.head_dim <= 128 or (keys is not None and keys <= SMALL_BLOCK_KEYS)
         useful = narrow_heads and _units(request) >= UNITS_PER_CTA * config.num_ctas
@@ -160,9 +158,7 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
     if supports(dataclasses.replace(two, stages=stages)):
         return {}
     chosen: dict[str, Any] = dict(pipelines=2, block_kv=64, stages=stages, narrow_rows=narrow)
-    if keys is not None and keys <= WHOLE_KEYS_OF_PIPELINES:
-        chosen["whole_units"] = True
-    return chosen
+    return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS}
 
 
 def _units(request: TileRequest) -> int:

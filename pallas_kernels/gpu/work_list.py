@@ -21,11 +21,13 @@ The ranked list, for any batch:
    one part.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
-XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with config.whole_units
-or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the unit.
+Its waves are the tiles of padding tokens: of one block each, they would else all be on the line of one CTA, which takes
+2 us for each. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
+config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
+unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
-(0, -inf). In a flat list tile g is ghost tile g, and tile `ghosts` + r is request r.
+(0, -inf). In a flat list the first tiles are the ghost's, of which the first have rows; then each request has one.
 
     info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
     cta   i32[C, 16]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
@@ -218,21 +220,33 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
     is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
     pads = num_tokens - starts[-1]
-    used = cdiv(pads * config.group, config.tile_rows)  # the last `used` ghost tiles, next to the requests', have rows
-    row0 = jnp.where(is_ghost, (tile - ghosts + used) * config.tile_rows, 0)
+    row0 = jnp.where(is_ghost, tile * config.tile_rows, 0)
     q_len = jnp.where(is_ghost, pads, query_lens[req])
-    nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows) * (row0 >= 0)
+    nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows)
     seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
     tile_causal = None if causal is None else is_ghost | causal[req]
     held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
-    info = _info(config, tok0, jnp.maximum(row0, 0), nrows, req, q_len, seq, tile_causal, held, ranges)
+    info = _info(config, tok0, row0, nrows, req, q_len, seq, tile_causal, held, ranges)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
-    return GpuWorkList(info=jnp.stack(info, axis=1), cta=_cut_line(info[NBLK], config))
+    cut = _cut_line(jnp.where(is_ghost, 0, info[NBLK]), ghosts, config)
+    waves = _ghost_waves(cdiv(pads * config.group, config.tile_rows) * config.num_kv_heads, config.workers)
+    cut = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cut)
+    return GpuWorkList(info=jnp.stack(info, axis=1), cta=cut)
 
 
-def _cut_line(nblk, config):
-    """All units end to end in tile order, cut at equal numbers of blocks: CTA c begins at block c * total // C."""
+def _ghost_waves(units, ctas: int):
+    """i32[C]: how many of the first units, in snake order, each CTA has."""
+    me, (full, rest) = jnp.arange(ctas, dtype=jnp.int32), _divmod(units, ctas)
+    snake = jnp.where(full % 2 == 0, me, ctas - 1 - me)
+    return full + (snake < rest)
+
+
+def _cut_line(nblk, ghosts: int, config):
+    """cta: the units after those of `ghosts` tiles, end to end, cut at equal numbers of blocks.
+
+    CTA c begins at block c * total // C.
+    """
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
@@ -263,6 +277,7 @@ def _cut_line(nblk, config):
     alike = alike & (config.piece_blocks == 0)  # else not measured
     whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
     unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
+    unit = jnp.where(total > 0, unit, ghosts * heads)
     block = jnp.where(whole, 0, remainder)
 
     me = jnp.arange(ctas, dtype=jnp.int32)

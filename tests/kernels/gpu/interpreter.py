@@ -570,6 +570,7 @@ PTX = {
     "load_queries": _load_queries,
     "read_queries": _read_queries,
     "sync_warpgroup": lambda closure: None,
+    "end_reads": lambda closure: None,
     "put_fragment": _put_fragment,
     "get_fragment": _get_fragment,
     "arrive": _arrive,

@@ -149,14 +149,15 @@ def test_units_of_few_keys_are_not_cut(fields, whole, block_kv):
     [
         (dict(rows=4, requests=49), 1, 8, False),  # 392 units
         (dict(rows=4, requests=50), 2, 8, False),
-        (dict(rows=4, requests=50, keys=2048), 2, 8, True),
+        (dict(rows=4, requests=50, keys=321), 2, 8, False),
+        (dict(rows=4, requests=50, keys=320), 2, 8, True),
         (dict(rows=9, requests=50), 2, 0, False),
         (dict(rows=9, requests=50, kv_dtype="int8"), 2, 16, False),
         (dict(rows=17, requests=50, kv_dtype="int8"), 1, 0, False),
         (dict(rows=4, requests=50, kv_dtype="int8", token_scales=True), 1, 8, False),
         (dict(rows=4, requests=50, pipelines=1), 1, 8, False),
         (dict(rows=4, requests=50, head_dim=256, v_head_dim=256), 1, 0, False),
-        (dict(rows=4, requests=50, keys=896, head_dim=256, v_head_dim=256), 2, 8, True),
+        (dict(rows=4, requests=50, keys=896, head_dim=256, v_head_dim=256), 2, 8, False),
         (dict(rows=4, requests=16, head_dim=256, v_head_dim=256), 1, 8, False),
         (dict(rows=200, requests=50, keys=320), 2, 0, True),
         (dict(rows=200, requests=7, keys=320), 1, 0, True),

@@ -100,6 +100,16 @@ def test_two_pipelines_of_a_cta_share_out_tiles_of_64_rows(batch):
     assert len(cta) == 2 * ctas and info[:, wl.NROWS].max() <= 64
 
 
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_tiles_of_padding_are_shared_out_in_a_flat_list(pipelines):
+    """128 requests in a batch of 512: 12 or 24 tiles of padding tokens, of 8 heads each, were all one CTA's."""
+    batch = [(1, 1024)] * 128 + [(0, 0)] * 384
+    config, *rest, info, cta, join = make(batch, RULES["causal"], pad=384, flat=True, pipelines=pipelines)
+    check_once(config, *rest, info, cta, join)
+    pieces = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
+    assert max(pieces) <= 10
+
+
 @pytest.mark.parametrize(("lengths", "cut"), [([4096] * 64, 0), ([4096, 900] * 32, 131), ([4096] * 33, 0)])
 def test_a_flat_list_cuts_nothing_where_whole_units_fill_the_waves(lengths, cut):
     """64 requests of 8 kv heads are 512 units: 4 for the busiest of 132 CTAs where an equal share is 3.9."""
@@ -237,6 +247,7 @@ def test_no_batch_size_is_a_cliff():
         before = np.concatenate([[0], np.cumsum(blocks)])
         u0, b0, u1, b1 = cta[:, wl.LINE_UNIT0 : wl.LINE_BLK1 + 1].T
         load = before[u1] + b1 - before[u0] - b0 + piece_overhead * (u1 - u0 + (b1 > 0))
+        load += (1 + piece_overhead) * cta[:, wl.WAVES]
         waste.append(load.max() / (before[-1] / config.workers + piece_overhead))
     waste = np.array(waste)
     assert (waste[1:] / waste[:-1]).max() < 1.3 and waste.max() < 3
