@@ -26,15 +26,15 @@ NARROW_ROWS, NARROW_ROWS_8BIT = 8, 16
 
 UNITS_PER_CTA = 3
 """From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of
-one unit and the loads of another overlap: on an H100 64 and 512 requests of 50 to 800 keys take 48.6 and 319 instead of
-65.9 and 356, of 8 bits 37.7 instead of 49.0. With 256 units for 132 CTAs one pipeline is faster: 32.9 and 36.1."""
+one unit and the loads of another overlap: on an H100 64 and 512 requests of 50 to 800 keys take 49 and 322 instead of
+66 and 356, of 8 bits 37 instead of 49. With 256 units for 132 CTAs one pipeline is faster: 33 and 36."""
 
 PIPELINE_KEYS, MANY_REQUESTS = 320, 8
-"""With two pipelines, units of at most so many keys are never cut. Of more keys a lone request of a padded batch, which
-one warpgroup would compute, needs the cut. Tiles of many rows have two pipelines only where a unit has at most so many keys, by a window, or in a batch of so many
-requests: on an H100 a window of 128 over a prompt of 8192 takes 144 instead of 162, 62 short requests with that window
-32 instead of 53, 32 prompts of 30 to 300 47 instead of 55. A window of 512 takes 5 to 10 % longer, a single prompt of
-256 9.6 instead of 9.0."""
+"""Tiles of many rows have two pipelines only where a unit has at most PIPELINE_KEYS, by a window or in a batch of at
+least MANY_REQUESTS: on an H100 a window of 128 over a prompt of 8192 takes 144 instead of 162, 62 short requests with
+that window 32 instead of 53, 32 prompts of 30 to 300 47 instead of 55; but a window of 512 5 to 10 % longer, and one
+prompt of 256 9.6 instead of 9.0. Such units are never cut. Those of more keys may be: in a batch that is mostly
+padding, one warpgroup alone would compute a request."""
 
 PIPELINE_STAGES = 2
 """At most so many stages of a pipeline: 512 tiny decodes of heads of 64 take 174, 181 with 3, 195 with 5; 256 of 8 bits
