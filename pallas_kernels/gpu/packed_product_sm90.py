@@ -34,16 +34,14 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, ITEM_BYTES, PackedProductConfig, supports
 
-Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
-"""values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
-
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedProductConfig, tiles=None) -> tuple:
+def packed_product(x: jax.Array, matrices: tuple[ends.Packed, ...], config: PackedProductConfig, tiles=None) -> tuple:
     """y [T, width] for each matrix. x bf16[T, inner]; tiles: i32[config.tiles, 3] with experts, else None."""
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
+    ends.check_operands(c, x, matrices, c.experts)
     out_type = tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(c.dtype)) for width in c.widths)
     flat = [array for matrix in matrices for array in matrix if array is not None]
     given = [x] if tiles is None else [x, tiles]

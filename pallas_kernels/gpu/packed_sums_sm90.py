@@ -7,11 +7,31 @@ A config is a PackedProductConfig or a PackedWgmmaConfig.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
+import jax
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.packed_product_config import ITEM_BYTES
+from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
+
+Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
+"""values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
+
+
+def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int = 0):
+    """ValueError unless the arrays have the shapes and dtypes of the config: a kernel would read beyond their ends."""
+    lead, groups, is_four = (experts,) if experts else (), cfg.inner // cfg.group, BITS[cfg.format] == 4
+    codes, rows = {"int8": "int8", "fp8": "uint8"}.get(cfg.format, "uint32"), cfg.inner // 8 if is_four else cfg.inner
+    wanted = [("x", x, (cfg.rows, cfg.inner), "bfloat16")]
+    for width, (values, scales, zero_points) in zip(cfg.widths, matrices, strict=True):
+        wanted += [("values", values, (*lead, rows, width), codes)]
+        wanted += [("scales", scales, (*lead, groups, width), cfg.scale_dtype)]
+        wanted += [("zero_points", zero_points, (*lead, groups, width), "int8")] if cfg.has_zeros else []
+    for name, array, shape, dtype in wanted:
+        if (array.shape, array.dtype.name) != (shape, dtype):
+            seen = f"{name} {array.dtype.name}{list(array.shape)}"
+            raise ValueError(f"{seen} must be {dtype}{list(shape)} in a packed product of {cfg.inner} inputs")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,6 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
-from pallas_kernels.gpu.packed_product_sm90 import Packed
 from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, PIECE, PackedWgmmaConfig, supports
 from pallas_kernels.gpu.row_states_sm90 import across_columns
 
@@ -36,11 +35,12 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def packed_product_wgmma(x: jax.Array, matrices: tuple[Packed, ...], config: PackedWgmmaConfig) -> tuple:
+def packed_product_wgmma(x: jax.Array, matrices: tuple[sums_sm90.Packed, ...], config: PackedWgmmaConfig) -> tuple:
     """y [T, width] for each matrix. x bf16[T, inner]."""
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
+    sums_sm90.check_operands(c, x, matrices)
     out_type = tuple(jax.ShapeDtypeStruct((c.rows, width), jnp.dtype(c.dtype)) for width in c.widths)
     flat = [array for matrix in matrices for array in matrix if array is not None]
 
