@@ -1,4 +1,4 @@
-"""The end of a product with packed matrices: sums in shared memory -> y in GMEM; and what both of its kernels share.
+"""The end of a product with packed matrices, sums in shared memory -> y in GMEM, and what both of its kernels share.
 
 Warps of a CTA and the CTAs of a cluster share the inner dimension. Each CTA has its sums in shared memory as floats
 [along, tile_rows, pitch]. All threads of the cluster add up some of them, always in the same order.
@@ -120,7 +120,7 @@ def wait_for_all(cfg):
 
 
 def wait_to_leave(cfg):
-    """Shared memory must stay until the others of the cluster have read it. Nothing was written for them."""
+    """Waits until the other CTAs of the cluster have read the shared memory of this one; it publishes no stores."""
     if cfg.splits > 1:
         ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
 
