@@ -1,5 +1,6 @@
 """`.ci/run` with stand-ins for make and Python: a step that fails, hangs, is interrupted or cannot run here."""
 
+import functools
 import os
 import re
 import shutil
@@ -56,7 +57,9 @@ class Checkout:
         env = dict(PATH=f"{self.root}/bin:/usr/bin:/bin", HOME=str(self.root), TMPDIR=str(self.temporary))
         env |= dict(PYTHON=str(self.root / "bin/python"), CXX="cat", PIDS=str(self.pids)) | how
         command = ["bash", str(self.root / ".ci/run")]
-        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
+        pipes: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(command, env=env, preexec_fn=heeded, **pipes)
 
     def ends(self, process: subprocess.Popen) -> tuple[int, str]:
         """The exit code and the output. Nothing that hangs is left, nor a file."""
@@ -96,10 +99,16 @@ def test_a_run_says_what_it_did_and_what_it_could_not_do(checkout):
 
 @pytest.mark.parametrize(
     ("target", "name"),
-    [("lint", "lint"), ("types", "types"), ("docs", "documentation site"), ("pip wheel", "wheel of this machine")],
+    [
+        ("lint", "lint"),
+        ("types", "types"),
+        ("docs", "documentation site"),
+        ("pip wheel", "wheel of this machine"),
+        (".venv-tpu/.ready-libtpu", "packages of other environments"),
+    ],
 )
 def test_a_step_that_fails_ends_the_run_with_its_name(checkout, target, name):
-    """types and docs run beside others. The wheel is made by the first of several commands."""
+    """types and docs run beside others. The wheel and libtpu are not the last command of their steps."""
     code, output = checkout.ends(checkout.start(FAILS=target))
     assert code == 1 and f"=== {name} FAILED after" in output
     assert " s in all" not in output and (target == "pip wheel" or f"{target} is broken" in output)
