@@ -109,7 +109,8 @@ replicas: $(RAY)  ## test two replicas under Ray Serve, which it installs; bette
 	@"$(PY)" -m pytest -n 0 tests/serve/test_replicas.py $(ARGS)
 
 tpu-aot: $(LIBTPU)  ## compile the engine and the kernels for TPUs with libtpu, which it installs; no TPU is needed
-	@"$(PY)" -m pytest -n 0 $(or $(ARGS),tests/benchmarks/test_tpu_engine.py tests/kernels/tpu/test_lowering.py)
+	@"$(PY)" -m pytest -n 0 $(or $(ARGS),tests/benchmarks/test_tpu_engine.py tests/benchmarks/test_tpu_options.py \
+	  tests/kernels/tpu/test_lowering.py)
 
 gpu-aot: $(CUDA)  ## compile the kernels for six GPUs that are not here; registers and spills as recorded (Python 3.12)
 	@"$(PY)" -m pytest -n $(WORKERS) $(or $(ARGS),tests/kernels/gpu/test_registers.py)

@@ -57,12 +57,17 @@ def _fp8_blocks(out_block: int, in_block: int, weight: np.ndarray, scales: np.nd
     return Decoded(weight.view(np.uint8), scales[np.arange(outputs) // out_block][:, columns])
 
 
+def _group_size(c: ConfigReader) -> int | None:
+    """The key group_size: a count, WHOLE, or None if it is absent."""
+    return WHOLE if c.get("group_size") == WHOLE else c.count("group_size", None)
+
+
 def awq(c: ConfigReader) -> Scheme:
     """AutoAWQ's `gemm`: words of eight outputs in the order 0 2 4 6 1 3 5 7, zero points."""
     c.only("bits", 4)
     c.only("zero_point", True)
     c.only("version", "gemm", "GEMM")
-    size = c.count("group_size")
+    size = _group_size(c)
     c.ignore("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     groups = lambda inputs, zeros, scales: Groups(len(scales), scales.dtype, True)
     return Scheme("int4", ("qweight", "qzeros", "scales"), _awq, groups, group_size=size)
@@ -74,11 +79,6 @@ AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place of each output in it
 def _awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Decoded:
     codes, zeros = (_nibbles(x, AWQ_ORDER).reshape(len(x), -1) for x in (qweight, qzeros))
     return Decoded(codes.T, scales.T, (zeros.astype(np.int8) - 8).T)
-
-
-def _group_size(c: ConfigReader) -> int | None:
-    """The key group_size: a count, WHOLE, or None if it is absent."""
-    return WHOLE if c.get("group_size") == WHOLE else c.count("group_size", None)
 
 
 def gptq(c: ConfigReader) -> Scheme:
@@ -116,8 +116,11 @@ def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scale
         raise UnsupportedError(
             "its g_idx (desc_act) gives inputs of one group different places, which is not supported"
         )
-    if zeros.max(initial=0) > 127:
-        raise UnsupportedError("a zero point of 256 is not supported")
+    if zeros.max(initial=0) >= 2 ** (bits - 1):
+        raise UnsupportedError(
+            f"a zero point is stored as {2**bits - 1} in checkpoint_format='gptq', which some programs read as "
+            f"{2**bits} and others as 0; quantise the model again, with sym=True or as gptq_v2"
+        )
     codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
     return Decoded(codes.T, scales.T, zeros.astype(np.int8).T if zeros.any() else None)
 

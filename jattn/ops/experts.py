@@ -21,6 +21,8 @@ def expert_product(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: ja
 
     sizes i32[experts]: rows of each expert. Rows beyond their sum are undefined.
     """
+    if sizes.shape != kernel.shape[:1]:
+        raise ValueError(f"{sizes.shape=} must be {kernel.shape[:1]}: the rows of each expert")
     if isinstance(kernel, QuantisedArray) and x.shape[0]:
         if _is_native(x, kernel):
             return _native(x, kernel, sizes)
@@ -62,9 +64,13 @@ def _native(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array) -> jax.Array
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _gpu(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array, config: Any) -> jax.Array:
-    """The Mosaic kernel, likewise."""
-    matrix = (kernel.values, kernel.scales, kernel.zero_points)
-    return packed_product_sm90.packed_product(x, (matrix,), config, expert_tiles(sizes, config))[0]
+    """The Mosaic kernel, likewise. Under vmap it is called once per element."""
+
+    @jax.custom_batching.sequential_vmap
+    def each(x, matrix, tiles):
+        return packed_product_sm90.packed_product(x, (matrix,), config, tiles)[0]
+
+    return each(x, (kernel.values, kernel.scales, kernel.zero_points), expert_tiles(sizes, config))
 
 
 @_native.defjvp

@@ -213,13 +213,16 @@ def _supports_gpu_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: A
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _gpu_packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: bool, dtype: Any) -> Arrays:
-    """The Mosaic kernels for packed matrices. Their derivatives are those of the dot of the dequantised matrices."""
+    """The Mosaic kernels for packed matrices. Their derivatives are those of the dot of the dequantised matrices.
+
+    Under vmap they are called once per element.
+    """
     config = _gpu_config(x, kernels, dtype)
     assert config is not None and not transposed
     matrices = tuple((kernel.values, kernel.scales, kernel.zero_points) for kernel in kernels)
-    if isinstance(config, packed_wgmma_config.PackedWgmmaConfig):
-        return packed_wgmma_sm90.packed_product_wgmma(x, matrices, config)
-    return packed_product_sm90.packed_product(x, matrices, config)
+    is_wgmma = isinstance(config, packed_wgmma_config.PackedWgmmaConfig)
+    kernel = packed_wgmma_sm90.packed_product_wgmma if is_wgmma else packed_product_sm90.packed_product
+    return jax.custom_batching.sequential_vmap(lambda x, matrices: kernel(x, matrices, config))(x, matrices)
 
 
 @_gpu_packed.defjvp

@@ -29,13 +29,11 @@ from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
-from pallas_kernels.gpu import packed_sums_sm90 as ends
+from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, ITEM_BYTES, PackedProductConfig, supports
-
-Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
-"""values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
+from pallas_kernels.gpu.packed_sums_sm90 import Packed, load_words, place_of
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
@@ -44,6 +42,7 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
+    packed_sums.check_operands(c, x, matrices, c.experts)
     out_type = tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(c.dtype)) for width in c.widths)
     flat = [array for matrix in matrices for array in matrix if array is not None]
     given = [x] if tiles is None else [x, tiles]
@@ -67,8 +66,8 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
 
 
 @dataclasses.dataclass(frozen=True)
-class _Strip(ends.Results):
-    """And what this CTA multiplies."""
+class _Strip(packed_sums.Results):
+    """What a CTA multiplies, and where its results belong."""
 
     x: object  # i64: of the first row
     values: object
@@ -90,9 +89,9 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
         across, along = arith.remui(warp, ptx.i32(cfg.across)), arith.divui(warp, ptx.i32(cfg.across))
         acc = _sum_of_part(cfg, here, base, split, along, across)
         _store_sums(cfg, base, along, across, acc)
-        ends.wait_for_all(cfg)
-        ends.add_up(cfg, here, base, split, wg)
-        ends.wait_to_leave(cfg)
+        packed_sums.wait_for_all(cfg)
+        packed_sums.add_up(cfg, here, base, split, wg)
+        packed_sums.wait_to_leave(cfg)
 
     multiply(*refs, sums, *map(lax.axis_index, ("strip", "tile", "split", "wg")))
 
@@ -108,7 +107,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         count = arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row))
     each = 3 if cfg.has_zeros else 2
     outs, arrays = rest[each * len(cfg.widths) :], [rest[each * i : each * (i + 1)] for i in range(len(cfg.widths))]
-    select = functools.partial(ends.of_matrix, cfg, strip)
+    select = functools.partial(packed_sums.of_matrix, cfg, strip)
 
     def address(i: int, bytes_of_column: int):
         start = select([array[i] for array in arrays])
@@ -118,15 +117,15 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         return arith.addi(start, arith.muli(ptx.to_i64(expert), select(sizes)))
 
     groups, size = cfg.inner // cfg.group, ITEM_BYTES[cfg.scale_dtype]
-    width = ends.width_of(cfg, strip)
+    width = packed_sums.width_of(cfg, strip)
     return _Strip(
         x=arith.addi(x, arith.muli(ptx.to_i64(row), ptx.i64(2 * cfg.inner))),
         values=address(0, cfg.inner * BITS[cfg.format] // 8),
         scales=address(1, groups * size),
         zeros=address(2, groups) if cfg.has_zeros else None,
-        out=ends.first_result(cfg, select(outs), row, width),
+        out=packed_sums.first_result(cfg, select(outs), row, width),
         width=width,
-        column=ends.first_column(cfg, strip),
+        column=packed_sums.first_column(cfg, strip),
         count=count,
         wg=wg,
     )
@@ -189,7 +188,7 @@ def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
             column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
             is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
             is_used = ptx.bool_to_i32(is_used)
-            words = ends.load_words([ends.place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
+            words = load_words([place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
             loaded.append((row, piece, is_used, words))
         for row, piece, is_used, words in loaded:
             to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
@@ -282,8 +281,8 @@ def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
     size, scale = (4 if BITS[cfg.format] == 4 else 1), ITEM_BYTES[cfg.scale_dtype]
     row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
     return _Places(
-        values=ends.place_of(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
-        scales=ends.place_of(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
+        values=place_of(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
+        scales=place_of(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
         zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
     )  # fmt: skip
 
@@ -300,14 +299,14 @@ def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> 
     first = ptx.mul(chunk, cfg.unroll * rows)
     steps = [b * rows + k for b in range(cfg.unroll) for k in range(own)]
     starts = [_rows_on(places.values, ptx.add(first, ptx.i32(step)), places.value_row) for step in steps]
-    loaded = _divided(ends.load_words(starts, words, is_used, cached=False), words)
+    loaded = _divided(load_words(starts, words, is_used, cached=False), words)
     values, scales, zeros = loaded if is_four else _divided(loaded, 8), [], []
     for b in range(0, cfg.unroll, cfg.run):
         group = _group(cfg, chunk, b)
         if not cfg.is_whole:
             scales.append(_load_scales(cfg, _rows_on(places.scales, group, places.scale_row), is_used))
         if places.zeros is not None:
-            zeros.append(ends.load_words([_rows_on(places.zeros, group, places.width)], cfg.columns // 4, is_used))
+            zeros.append(load_words([_rows_on(places.zeros, group, places.width)], cfg.columns // 4, is_used))
     return values, scales, zeros
 
 
@@ -324,7 +323,7 @@ def _group(cfg: PackedProductConfig, chunk, b: int):
 def _load_scales(cfg: PackedProductConfig, place, is_used) -> list:
     size = cfg.columns * ITEM_BYTES[cfg.scale_dtype]
     places = [arith.addi(place, ptx.i64(at)) for at in range(0, size, 16)]
-    return ends.load_words(places, min(4, size // 4), is_used)
+    return load_words(places, min(4, size // 4), is_used)
 
 
 def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
@@ -373,7 +372,7 @@ def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
     """acc + scales * sums."""
     if words is None:
         return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if cfg.has_offset else sums
-    factors = [ends.scale_number(cfg.scale_dtype, words, i) for i in range(cfg.columns)]
+    factors = [packed_sums.scale_number(cfg.scale_dtype, words, i) for i in range(cfg.columns)]
     return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 
 

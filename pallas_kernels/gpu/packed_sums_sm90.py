@@ -1,4 +1,4 @@
-"""The end of a product with packed matrices: sums in shared memory -> y in GMEM; and what both of its kernels share.
+"""The end of a product with packed matrices, sums in shared memory -> y in GMEM, and what both of its kernels share.
 
 Warps of a CTA and the CTAs of a cluster share the inner dimension. Each CTA has its sums in shared memory as floats
 [along, tile_rows, pitch]. All threads of the cluster add up some of them, always in the same order.
@@ -7,11 +7,31 @@ A config is a PackedProductConfig or a PackedWgmmaConfig.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
+import jax
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.packed_product_config import ITEM_BYTES
+from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
+
+Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
+"""values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
+
+
+def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int = 0):
+    """ValueError unless the arrays have the shapes and dtypes of the config: a kernel would read beyond their ends."""
+    lead, groups, is_four = (experts,) if experts else (), cfg.inner // cfg.group, BITS[cfg.format] == 4
+    codes, rows = {"int8": "int8", "fp8": "uint8"}.get(cfg.format, "uint32"), cfg.inner // 8 if is_four else cfg.inner
+    wanted = [("x", x, (cfg.rows, cfg.inner), "bfloat16")]
+    for width, (values, scales, zero_points) in zip(cfg.widths, matrices, strict=True):
+        wanted += [("values", values, (*lead, rows, width), codes)]
+        wanted += [("scales", scales, (*lead, groups, width), cfg.scale_dtype)]
+        wanted += [("zero_points", zero_points, (*lead, groups, width), "int8")] if cfg.has_zeros else []
+    for name, array, shape, dtype in wanted:
+        if (array.shape, array.dtype.name) != (shape, dtype):
+            seen = f"{name} {array.dtype.name}{list(array.shape)}"
+            raise ValueError(f"{seen} must be {dtype}{list(shape)} in a packed product of {cfg.inner} inputs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +120,7 @@ def wait_for_all(cfg):
 
 
 def wait_to_leave(cfg):
-    """Shared memory must stay until the others of the cluster have read it. Nothing was written for them."""
+    """Waits until the other CTAs of the cluster have read the shared memory of this one; it publishes no stores."""
     if cfg.splits > 1:
         ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
 

@@ -15,7 +15,7 @@ MOST_STAGES = 12
 SHARED_BYTES, SHARED_BYTES_OF_TWO = 222 * 1024, 108 * 1024
 """Of a CTA, and of each of two on an SM, without the barriers and what Mosaic adds to each buffer: up to 1 KiB."""
 WAYS = tuple((warpgroups, depth) for warpgroups in (4, 2) for depth in (256, 128, 64))
-"""Warpgroups of a CTA, and inputs of a stage."""
+"""(warpgroups of a CTA, inputs of a stage) that `choose` tries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +24,8 @@ class PackedWgmmaConfig(PackedConfig):
 
     warpgroups: int = 4  # of a CTA, side by side
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
-    depth: int = 128  # inputs of a stage
-    stages: int = 3
+    depth: int = 128  # inputs of a chunk, which a stage holds
+    stages: int = 3  # of the ring in shared memory
 
     along = 1  # parts of the inner dimension in a CTA
 
@@ -46,7 +46,7 @@ class PackedWgmmaConfig(PackedConfig):
 
     @property
     def chunks(self) -> int:
-        """Stages that hold the inner dimension."""
+        """Steps of the loop over the inner dimension; each takes `depth` inputs."""
         return self.inner // self.depth
 
     @property
@@ -166,9 +166,11 @@ def _divided(base: PackedWgmmaConfig, warpgroups: int, depth: int, splits: int) 
 
 
 READ_RATE = 3.75e6  # bytes a microsecond
-START, HIDDEN, PEER = 5.0, 0.6, 0.15  # us; of START, beside the other CTA of an SM; of each CTA of a cluster
-PAIRS = 0.95  # of the places for CTAs, in clusters of two
-USABLE = {1: 0.8, 2: 0.85}  # the same of one or two on an SM, in larger clusters
+START, HIDDEN, PEER = 5.0, 0.6, 0.15
+"""Microseconds: of the first copies of a CTA; of these, what is hidden by another CTA on the SM; of each CTA of a
+cluster."""
+PAIRS = 0.95  # part of the places for CTAs that clusters of two can take
+USABLE = {1: 0.8, 2: 0.85}  # the same of larger clusters, by the CTAs that fit on an SM
 UNIT, UNIT_OF_ROW, UNIT_OF_STAGE = 0.052, 0.0011, 3.3
 """Microseconds of an SM for 64 columns of 64 inputs: in any case, for each row, and divided by the depth of a stage."""
 UNIT_OF_FORMAT = {"int8": -0.008, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}

@@ -1,16 +1,18 @@
-"""Products of 9 to some hundred rows with packed matrices, y = x w, by wgmma.
+"""Products of 9 to 256 rows with packed matrices, y = x w, by wgmma.
 
 Columns of w are the rows of wgmma, and tokens its columns:
 
     y^T [64 columns, tokens]  +=  scale[group, column] * (w^T [64, inputs of the group] . x^T [inputs, tokens])
 
-Codes, scales and rows of x come to shared memory by TMA, as many stages ahead as there are. A warpgroup turns the codes
-of its 64 columns into bfloat16 in registers, in which they are exact: the first operand of wgmma. While one warpgroup
-does so, the products of another run. Of each 16 columns, a thread (g = lane / 4, t = lane % 4) has columns 2 g and
-2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in float32 at the end of each group.
+The inner dimension is cut into chunks of `depth` inputs. TMA copies the codes, scales and rows of x of a chunk to a
+stage, a part of shared memory. The stages are a ring: as many chunks are on their way as there are stages. A warpgroup
+turns the codes of its 64 columns into bfloat16 in registers, in which they are exact: the first operand of wgmma. While
+one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4, t = lane % 4)
+has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in float32 at
+the end of each group.
 
-Warpgroup s asks for the stages s, s + warpgroups .. of the ring; it does so one step after all have left the stage, so
-that none waits. CTAs of a cluster share the inner dimension (packed_sums_sm90.py).
+Warpgroup w starts the copies to the stages w, w + warpgroups and so on. It refills a stage one step after all
+warpgroups have read it, so that it rarely waits. CTAs of a cluster share the inner dimension (packed_sums_sm90.py).
 """
 
 import functools
@@ -23,12 +25,11 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
-from pallas_kernels.gpu import packed_sums_sm90 as sums_sm90
+from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
-from pallas_kernels.gpu.packed_product_sm90 import Packed
 from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, PIECE, PackedWgmmaConfig, supports
 from pallas_kernels.gpu.row_states_sm90 import across_columns
 
@@ -36,11 +37,12 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def packed_product_wgmma(x: jax.Array, matrices: tuple[Packed, ...], config: PackedWgmmaConfig) -> tuple:
+def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...], config: PackedWgmmaConfig) -> tuple:
     """y [T, width] for each matrix. x bf16[T, inner]."""
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
+    packed_sums.check_operands(c, x, matrices)
     out_type = tuple(jax.ShapeDtypeStruct((c.rows, width), jnp.dtype(c.dtype)) for width in c.widths)
     flat = [array for matrix in matrices for array in matrix if array is not None]
 
@@ -62,7 +64,7 @@ def packed_product_wgmma(x: jax.Array, matrices: tuple[Packed, ...], config: Pac
 def _transforms(cfg: PackedWgmmaConfig, name: str) -> tuple:
     """The layout in shared memory of the codes ("values") or the rows of x ("tokens"), which TMA swizzles.
 
-    Words of 4-bit codes are as they were: the threads of a warp that read one row at a time read neighbours.
+    Words of 4-bit codes are not swizzled: the threads of a warp read neighbours in a row, without bank conflicts.
     """
     tiled = lambda columns, swizzle: (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle))
     if name == "tokens":
@@ -70,11 +72,13 @@ def _transforms(cfg: PackedWgmmaConfig, name: str) -> tuple:
     return () if BITS[cfg.format] == 4 else tiled(PIECE, PIECE)
 
 
-def _kind(cfg: PackedWgmmaConfig, name: str):
+def _ref_type(cfg: PackedWgmmaConfig, name: str):
+    """The type of a Ref of `_shared` that is passed to inline PTX."""
     return plgpu.RefType(_transforms(cfg, name))
 
 
 def _shared(cfg: PackedWgmmaConfig) -> dict:
+    """The shared memory and the barriers of a CTA. full: a stage has arrived; free: all warpgroups have read it."""
     value = {"int8": jnp.int8, "fp8": jnp.uint8}.get(cfg.format, jnp.uint32)
     tile = lambda name, *shape, dtype: plgpu.SMEM(shape, dtype, transforms=_transforms(cfg, name))
     found = dict(
@@ -103,7 +107,7 @@ def _product(cfg: PackedWgmmaConfig, x, arrays, outs, smem: dict):
         copy(first + i, i)
 
     def refill(i):
-        """Asks for the stage that all warpgroups have left with step i - 1."""
+        """Starts the copies to the stage that all warpgroups have read in step i - 1."""
         later, before = i - 1 + cfg.stages, lax.rem(i - 1 + cfg.stages, cfg.stages)
 
         @when((wg == lax.rem(before, cfg.warpgroups)) & (i > 0) & (later < count))
@@ -128,11 +132,11 @@ def _product(cfg: PackedWgmmaConfig, x, arrays, outs, smem: dict):
     plgpu.barrier_wait(smem["full"].at[0])
     total = lax.fori_loop(0, count, step, zeros)
     memory = "values" if cfg.value_bytes > cfg.token_bytes else "tokens"
-    store_results(cfg, arrays, outs, smem[memory], _kind(cfg, memory), total, wg)
+    store_results(cfg, arrays, outs, smem[memory], _ref_type(cfg, memory), total, wg)
 
 
 def _copy(cfg: PackedWgmmaConfig, x, arrays, smem: dict, chunk, slot):
-    """Begins to copy what is multiplied in a step."""
+    """Starts the copies of a chunk to a stage."""
     strip, row = lax.axis_index("strip"), lax.axis_index("tile") * cfg.tile_rows
     send = lambda name, source: plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem["full"].at[slot])
     send("tokens", x.at[pl.ds(row, cfg.tile_rows), pl.ds(chunk * cfg.depth, cfg.depth)])
@@ -150,7 +154,10 @@ def _copy(cfg: PackedWgmmaConfig, x, arrays, smem: dict, chunk, slot):
 
 
 def _add_run(cfg: PackedWgmmaConfig, smem: dict, slot, run: int, wg, total, meanwhile):
-    """total + the products of the inputs of a stage that have the same scales. meanwhile: done beside the last ones."""
+    """total + the products of the inputs of a stage that have the same scales.
+
+    meanwhile: called after the stage's last wgmma has been issued, before its result is needed.
+    """
     spans = range(run * cfg.run // cfg.span, (run + 1) * cfg.run // cfg.span)
     zeros = smem["zeros"].at[slot, run] if cfg.zero_rows else None
 
@@ -174,7 +181,7 @@ def _add_run(cfg: PackedWgmmaConfig, smem: dict, slot, run: int, wg, total, mean
 
 
 def _first_column(wg):
-    """Of the two columns of this thread in the strip."""
+    """The first of the two columns of this thread: its number in the strip."""
     g, _, _, warp = ptx.lane_position(hidden=True)
     return ptx.add(ptx.mul(ptx.scalar_value(wg), COLUMNS), ptx.mul(warp, 16), ptx.mul(g, 2))
 
@@ -182,7 +189,7 @@ def _first_column(wg):
 def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
     """bf16 [64 columns, span]: the numbers of this warpgroup's codes, less their zero points, of a span of a stage."""
     is_four = BITS[cfg.format] == 4
-    kinds = [_kind(cfg, "values"), ptx.SCALAR]
+    kinds = [_ref_type(cfg, "values"), ptx.SCALAR]
     shape = (COLUMNS, cfg.span)
 
     @plgpu.inline_mgpu(
@@ -192,7 +199,7 @@ def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
     def decode(ctx, values, wg, *zeros):
         column = _first_column(wg)
         offsets = _zero_pairs(zeros[0], column) if zeros else None
-        read = _words_of_four(cfg, values, column, span) if is_four else _words_of_eight(cfg, values, column, span)
+        read = _words_of_4_bits(cfg, values, column, span) if is_four else _words_of_8_bits(cfg, values, column, span)
         element = utils.dtype_to_ir_type(jnp.dtype(jnp.bfloat16))
         words = []
         for second, place in rows.pair_places(rows.empty_fragment(shape, _WGMMA, element)):
@@ -203,8 +210,8 @@ def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
     return decode(values, wg, *([zeros] if cfg.zero_rows else []))
 
 
-def _words_of_four(cfg: PackedWgmmaConfig, values, column, span: int):
-    """(8 inputs, number of the column) -> the pair of inputs 2 t and 2 t + 1 of these."""
+def _words_of_4_bits(cfg: PackedWgmmaConfig, values, column, span: int):
+    """A function (n, second) -> a word: inputs 8 n + 2 t and 8 n + 2 t + 1 of the thread's first or second column."""
     place, t = ptx.add(ptx.pointer(values, 3), ptx.mul(column, 4)), ptx.lane_position()[1]
     loaded: dict[int, list] = {}
 
@@ -218,8 +225,8 @@ def _words_of_four(cfg: PackedWgmmaConfig, values, column, span: int):
     return read
 
 
-def _words_of_eight(cfg: PackedWgmmaConfig, values, column, span: int):
-    """The same of bytes: of each input, a thread reads those of its two columns."""
+def _words_of_8_bits(cfg: PackedWgmmaConfig, values, column, span: int):
+    """The same for codes of 8 bits: of each input, a thread reads the two bytes of its columns at once."""
     t, base = ptx.lane_position()[1], ptx.pointer(values, 3)
     row = lambda odd: ptx.add(ptx.mul(t, 2), ptx.i32(odd))
     places = [ptx.add(base, ptx.swizzled(row(odd), column, cfg.strip, PIECE)) for odd in range(2)]
@@ -284,8 +291,8 @@ def store_results(cfg: PackedWgmmaConfig, arrays, outs, memory, kind, total, wg)
             at = ptx.add(base, ptx.mul(ptx.add(ptx.mul(t, 2 * cfg.pitch), column), 4))
             ptx.asm(f"st.shared.v2.f32 [$0+{4 * cfg.pitch * row}], {{$1, $2}};", "r,f,f", at, *both)
         addresses = [ptx.pointer(ref, 0) for ref in gmem]
-        sums_sm90.wait_for_all(cfg)
-        sums_sm90.add_up(cfg, sums_sm90.results_of(cfg, addresses, strip, tile), base, split, wg)
-        sums_sm90.wait_to_leave(cfg)
+        packed_sums.wait_for_all(cfg)
+        packed_sums.add_up(cfg, packed_sums.results_of(cfg, addresses, strip, tile), base, split, wg)
+        packed_sums.wait_to_leave(cfg)
 
     store(memory, total, wg, *numbers, *flat)

@@ -117,6 +117,17 @@ def test_awq(tmp_path):
     check(tmp_path / "awq", AWQ, awq_pack, "int4")
 
 
+def test_awq_of_one_group(tmp_path):
+    """AutoAWQ writes group_size -1 for it."""
+
+    def pack(x):
+        codes, zeros, scales, exact = drawn(x.shape, x.shape[1])
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        return dict(qweight=words(codes.T, order), qzeros=words(zeros.T, order), scales=scales.T), exact
+
+    check(tmp_path / "awq", AWQ | dict(group_size=-1), pack, "int4")
+
+
 def test_the_text_of_a_wrapper_may_be_quantised_inside_text_config(tmp_path):
     config = CONFIG | dict(model_type="mistral", sliding_window=None)
     folder(tmp_path / "awq", AWQ, awq_pack, config)
@@ -171,6 +182,22 @@ def test_symmetric_gptq_without_zero_points_and_act_order_is_refused(tmp_path):
     folder(tmp_path / "act_order", settings, lambda x: pack(x, True))
     with pytest.raises(UnsupportedError, match=r"g_idx \(desc_act\)"):
         models.load(tmp_path / "act_order")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_zero_point_of_gptq_that_programs_read_differently_is_refused(tmp_path, bits):
+    """The first version stores zero points less one: 0 becomes the largest code, which is 0 or one more than it."""
+
+    def pack(x):
+        codes, zeros, scales, exact = drawn(x.shape, 32, bits)
+        zeros[0, 0] = 0
+        order = range(32 // bits)
+        qzeros = words((zeros - 1).T, order, bits)
+        return dict(qweight=words(codes, order, bits).T, qzeros=qzeros, scales=scales.T), exact
+
+    folder(tmp_path / "gptq", dict(quant_method="gptq", bits=bits, group_size=32, sym=False), pack)
+    with pytest.raises(UnsupportedError, match=rf"tensor .*_proj\.qweight.*: a zero point is stored as {2**bits - 1}"):
+        models.load(tmp_path / "gptq")
 
 
 def fp8_settings(blocks):
@@ -414,7 +441,7 @@ def ct_plain(x):
 def gptq_pack(x):
     codes, zeros, scales, exact = drawn(x.shape, 32)
     g_idx = np.arange(x.shape[1], dtype=np.int32) // 32
-    return dict(qweight=words(codes).T, qzeros=words(zeros.T), scales=scales.T, g_idx=g_idx), exact
+    return dict(qweight=words(codes).T, qzeros=words((zeros - 1).T), scales=scales.T, g_idx=g_idx), exact
 
 
 PACKS = {

@@ -79,3 +79,21 @@ def test_the_gpu_kernel_takes_few_rows_of_each_expert(monkeypatch):
     chosen = config(10)
     assert chosen is not None and (chosen.experts, chosen.tiles, chosen.widths) == (4, 4, (128,))
     assert config(129) is None and config(10, "float32") is None
+
+
+def test_the_gpu_kernel_is_called_for_each_element_under_vmap_and_refuses_what_does_not_fit(monkeypatch):
+    monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(experts.device, "processors", lambda: 132)
+    weight, array = stacked("int4", 64, 128, 32)[0], jax.ShapeDtypeStruct
+    of_each = jax.jit(jax.vmap(lambda x, sizes: experts.expert_product(x, weight, sizes)))
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    operands = array((2, 5, 64), jnp.bfloat16), array((2, 4), jnp.int32)
+    export = jax.export.export(of_each, platforms=["cuda"], disabled_checks=[check])(*operands)
+    assert "stablehlo.while" in export.mlir_module() and "mosaic_gpu_v2" in export.mlir_module()
+    for shape, sizes, message in (
+        ((5, 32), 4, r"x bfloat16\[5, 32\] must be bfloat16\[5, 64\] in a packed product of 64 inputs"),
+        ((5, 64), 3, r"sizes.shape=\(3,\) must be \(4,\): the rows of each expert"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operands = array(shape, jnp.bfloat16), array((sizes,), jnp.int32)
+            jax.eval_shape(lambda x, sizes: experts.expert_product(x, weight, sizes), *operands)

@@ -1,5 +1,7 @@
 """QuantisedArray: what its codes stand for, how it is made, and products with it, against numpy in float64."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -164,10 +166,14 @@ def test_unknown_formats_are_refused():
         quantise(jnp.ones((32, 2)), "fp4", 32)
 
 
-def test_matrices_that_the_gpu_kernel_takes(monkeypatch):
-    """On Hopper, up to 256 bfloat16 rows, or 128 of 4 bits and 64 of 8; everything else goes to the dot."""
+@pytest.fixture
+def on_hopper(monkeypatch):
     monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_90"))
     monkeypatch.setattr(product_ops.device, "processors", lambda: 132)
+
+
+def test_matrices_that_the_gpu_kernel_takes(monkeypatch, on_hopper):
+    """On Hopper, up to 256 bfloat16 rows, or 128 of 4 bits and 64 of 8; everything else goes to the dot."""
     made = lambda format, group, axis=-2, **how: drawn(format, 256, 128, group, axis=axis, **how)[0]
 
     def chosen(rows, *kernels, dtype="bfloat16"):
@@ -191,3 +197,36 @@ def test_matrices_that_the_gpu_kernel_takes(monkeypatch):
         assert chosen(3, kernel) == "dot"
     monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_80"))
     assert chosen(3, made("int4", 64)) == "dot"
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+def test_under_vmap_the_gpu_kernel_is_called_for_each_element(on_hopper, rows):
+    """The kernels have no batching rule of JAX. With 3 rows it is the kernel of few rows."""
+    kernel = drawn("int4", 256, 128, 64)[0]
+    x = jax.ShapeDtypeStruct((2, rows, 256), jnp.bfloat16)
+    of_rows = jax.jit(jax.vmap(lambda x: product(x, kernel)))
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    export = jax.export.export(of_rows, platforms=["cuda"], disabled_checks=[check])(x)
+    assert export.out_avals[0].shape == (2, rows, 128)
+    assert "stablehlo.while" in export.mlir_module() and "mosaic_gpu_v2" in export.mlir_module()
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(values=(64, 128), scales=(8, 128)), r"values uint32\[64, 128\] must be uint32\[32, 128\]"),
+        (dict(values=(32, 256)), r"scales float32\[4, 128\] must be float32\[4, 256\]"),
+        (dict(scales=(4, 64)), r"scales float32\[4, 64\] must be float32\[4, 128\]"),
+        (dict(zero_points=(1, 128)), r"zero_points int8\[1, 128\] must be int8\[4, 128\]"),
+        (dict(zero_points="float32"), r"zero_points float32\[4, 128\] must be int8"),
+    ],
+    ids=["more inputs", "scales too narrow", "scales of fewer outputs", "one row of zero points", "floats"],
+)
+def test_the_gpu_kernel_refuses_arrays_that_do_not_fit(on_hopper, rows, change, message):
+    """It would read beyond their ends, where the CPU and XLA's dot raise an error."""
+    kernel = drawn("int4", 256, 128, 64, zeros=True)[0]
+    other = lambda x, to: x.astype(to) if isinstance(to, str) else jnp.resize(x, to)
+    second = dataclasses.replace(kernel, **{name: other(getattr(kernel, name), to) for name, to in change.items()})
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda x: products(x, (kernel, second)), jnp.ones((rows, 256), jnp.bfloat16))

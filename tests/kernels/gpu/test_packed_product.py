@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_product_sm90 as kernel
-from pallas_kernels.gpu import packed_sums_sm90 as ends
+from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
 from pallas_kernels.gpu.packed_product_config import (
     BITS,
     MAX_ROWS,
@@ -91,7 +91,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     with (
         emulated(kernel, machine),
         mock.patch.multiple(kernel, **swaps),
-        mock.patch.multiple(ends, **at_the_end),
+        mock.patch.multiple(packed_sums, **at_the_end),
         mock.patch.object(codes, "arith", Arith),
     ):
         for strip in range(cfg.strips):

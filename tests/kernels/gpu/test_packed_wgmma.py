@@ -1,4 +1,4 @@
-"""The product of many rows with packed matrices: in JAX's interpreter and thread by thread, and what is served."""
+"""Products with packed matrices by wgmma: in JAX's interpreter, thread by thread on the PTX model, what is served."""
 
 from unittest import mock
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
-from pallas_kernels.gpu import packed_sums_sm90 as ends
+from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
 from pallas_kernels.gpu import packed_wgmma_sm90 as kernel
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.packed_wgmma_config import (
@@ -160,7 +160,7 @@ def test_every_thread_adds_up_and_stores(splits, name, rows_of_x):
     every = lambda n: np.full(lane.shape, n, np.int32)
     at_the_end = dict(wait_to_leave=lambda cfg: None, wait_for_all=lambda cfg: None, of_peer=of_peer, arith=Arith)
     emulation, arithmetic = on_model(machine)
-    with emulation, arithmetic, mock.patch.multiple(ends, **at_the_end):
+    with emulation, arithmetic, mock.patch.multiple(packed_sums, **at_the_end):
         for strip in range(config.strips):
             for tile in range(config.tiles):
                 own = sums[strip, tile][split[:, None], (64 * wg + column_of(row)).T]  # [thread, second, row of x]
