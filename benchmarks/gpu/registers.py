@@ -48,6 +48,14 @@ BASE = dict(num_heads=32, num_kv_heads=8, page_size=16, dtype="bfloat16", logits
 EVERY_OPTION = dict(
     logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), has_sinks=True, mask=MaskRule(left=99), layout="NHD"
 )
+POSITIONS = EVERY_OPTION | dict(
+    logits=LogitRule(
+        scale=0.1, soft_cap=30.0, has_alibi=True, score_fn=lambda s, h, q, k: s + 0.01 * (h + 1) * jnp.abs(q - k)
+    ),
+    mask=MaskRule(left=99, mask_fn=lambda h, q, k: ((k * 7 + q + h) & 3) != 0),
+    per_request_causal=True,
+)
+"""Every option that fits in a mask and a logit, each computed from positions."""
 CACHES = {  # name -> fields of the config, head dimensions of decode, and those of a mixed batch too
     "bf16": (dict(kv_dtype="bfloat16"), (16, 64, 96, 128, 192, 256), (64, 96, 128, 192, 256)),
     "f16": (dict(dtype="float16", kv_dtype="float16"), (128,), (128,)),
@@ -75,6 +83,17 @@ SHAPES |= {
 }
 SHAPES["decode_d128_bf16_16_rows"] = SHAPES["decode_d128_bf16"] | dict(rows=16)
 SHAPES["decode_d128_e4m3_16_rows"] = SHAPES["decode_d128_e4m3"] | dict(rows=16)
+SIXTEEN = dict(num_heads=64, num_kv_heads=4)  # a group of 16 heads: narrow tiles have 16 rows
+INT8_TOKENS_F16 = SHAPES["decode_d128_int8_tokens_f16"] | dict(head_dim=256, v_head_dim=256, rows=16)
+SHAPES |= {
+    "decode_d256_int8_tokens_f16_16_rows": INT8_TOKENS_F16,
+    "decode_d256_int8_tokens_f16_16_rows_positions": INT8_TOKENS_F16 | POSITIONS | dict(qq_bias=True),
+    "decode_d192_bf16_16_rows_positions": SHAPES["decode_d192_bf16"] | POSITIONS | dict(rows=16, qq_bias=True),
+    "mixed_d128_bf16_positions": SHAPES["mixed_d128_bf16"] | POSITIONS,
+    "mixed_d128_bf16_qq_bias": SHAPES["mixed_d128_bf16"] | dict(qq_bias=True),
+    "mixed_d256_bf16_positions_qq_bias": SHAPES["mixed_d256_bf16"] | POSITIONS | SIXTEEN | dict(qq_bias=True),
+    "mixed_d128_e5m2_tokens_f16": SHAPES["mixed_d128_int8_tokens_f16"] | dict(kv_dtype="float8_e5m2"),
+}
 SHAPES["mixed_d128_bf16_64_rows"] = SHAPES["mixed_d128_bf16"] | dict(rows=64, num_heads=64, num_kv_heads=1)
 WRITES = ("write_kv_pages", "write_kv_pages_e4m3", "write_kv_pages_int8_tokens", "rotate_and_write")
 CASES = (*SHAPES, *WRITES)
@@ -182,19 +201,21 @@ def attention(config: WarpKernelConfig, tokens: int = 64, requests: int = 8):
     pool = (32, *(order if c.layout == "HND" else order[::-1]))
     per_head = shape((c.num_heads,), jnp.float32)
 
-    def step(q, k, v, table, work, slopes, sinks, k_token, v_token):
+    def step(q, k, v, table, work, slopes, sinks, k_token, v_token, bias):
         extra = dict(alibi_slopes=slopes) if c.logits.has_alibi else {}
         extra |= dict(sinks=sinks) if c.has_sinks else {}
         extra |= dict(k_token_scale=k_token, v_token_scale=v_token) if c.token_scales else {}
+        extra |= dict(qq_bias=bias) if c.qq_bias else {}
         return ragged_paged_attention(q, k, v, table, work, c, **extra)
 
-    of_work = (shape((requests + 1,), jnp.int32), shape((requests,), jnp.int32))
+    of_work = [shape((requests + 1,), jnp.int32), shape((requests,), jnp.int32)]
+    of_work += [shape((requests,), jnp.bool_)] if c.per_request_causal else []
     arguments = (
         shape((tokens, c.num_heads, c.head_dim), jnp.dtype(c.dtype)),
         *(shape((*pool, dim), jnp.dtype(c.kv_dtype)) for dim in (c.head_dim, c.v_head_dim)),
         shape((requests, 16), jnp.int32),
-        jax.eval_shape(lambda starts, seqs: build_work_list(starts, seqs, tokens, c), *of_work),
-        per_head, per_head, shape(pool, jnp.float32), shape(pool, jnp.float32),
+        jax.eval_shape(lambda starts, seqs, *causal: build_work_list(starts, seqs, tokens, c, *causal), *of_work),
+        per_head, per_head, shape(pool, jnp.float32), shape(pool, jnp.float32), shape((16, 16), jnp.float32),
     )  # fmt: skip
     return step, arguments
 

@@ -1,6 +1,7 @@
 """The static arguments of the warp-level kernel, and what a chip has for it."""
 
 import dataclasses
+import math
 
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, TOKEN_SCALE_BYTES, WARPGROUP_ROWS, GpuKernelConfig
@@ -14,6 +15,7 @@ class WarpChip:
     smem: int  # bytes of shared memory of a multiprocessor
     smem_cta: int  # bytes that one CTA may use
     lazy_columns: int = 256  # over an 8-bit cache, wider values have no lazy_rescale: it would spill registers
+    pairs: bool = False  # LLVM computes with pairs of float32
 
 
 CHIPS = {
@@ -22,9 +24,9 @@ CHIPS = {
     "sm_87": WarpChip(16, 164 << 10, 163 << 10),  # Jetson Orin
     "sm_89": WarpChip(128, 100 << 10, 99 << 10),  # RTX 4090, L4, L40S
     "sm_90": WarpChip(132, 228 << 10, 227 << 10),  # H100, to check and time the kernel on a Hopper card
-    "sm_100": WarpChip(148, 228 << 10, 227 << 10, lazy_columns=192),  # B200
-    "sm_103": WarpChip(160, 228 << 10, 227 << 10, lazy_columns=192),  # B300
-    "sm_110": WarpChip(20, 228 << 10, 227 << 10, lazy_columns=192),  # Jetson Thor
+    "sm_100": WarpChip(148, 228 << 10, 227 << 10, lazy_columns=192, pairs=True),  # B200
+    "sm_103": WarpChip(160, 228 << 10, 227 << 10, lazy_columns=192, pairs=True),  # B300
+    "sm_110": WarpChip(20, 228 << 10, 227 << 10, lazy_columns=192, pairs=True),  # Jetson Thor
     "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
     "sm_121": WarpChip(48, 100 << 10, 99 << 10),  # DGX Spark
 }
@@ -54,6 +56,18 @@ class WarpKernelConfig(GpuKernelConfig):
         return True
 
     @property
+    def stored_queries(self) -> bool:
+        """Whether a narrow tile reads its queries from shared memory in each block, since registers have no room."""
+        return self.narrow_rows == 16 and self.head_dim > 192
+
+    @property
+    def query_shape(self) -> tuple[int, ...] | None:
+        """Of the tile of queries in shared memory; None: there is none."""
+        if self.wide_tiles:
+            return self.tile_halves, WARPGROUP_ROWS, self.head_dim
+        return (1, self.narrow_rows, self.head_dim) if self.stored_queries else None
+
+    @property
     def least_stages(self) -> int:
         """Two where all tiles are narrow and keys have 8 bits: the warps' states are merged in the keys' buffers."""
         return 2 if self.quantised and not self.wide_tiles else 1
@@ -63,7 +77,7 @@ class WarpKernelConfig(GpuKernelConfig):
         """Shared memory of one CTA, as paged_attention_sm80.py allocates it."""
         keys, size = self.stages * self.block_kv, 1 if self.kv_dtype in KV_DTYPES_8BIT else 2
         buffers = [keys * self.head_dim * size, keys * self.v_head_dim * size, SMALL_ROWS * self.block_kv * 4]
-        buffers += [self.tile_halves * WARPGROUP_ROWS * self.head_dim * 2] if self.wide_tiles else []
+        buffers += [2 * math.prod(self.query_shape)] if self.query_shape else []
         buffers += [self.block_kv * self.head_dim * 2] if self.wide_tiles and self.quantised else []
         buffers += [keys * TOKEN_SCALE_BYTES] if self.token_scales else []
         return sum(cdiv(size, SMEM_UNIT) * SMEM_UNIT for size in buffers)

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import warp_mma_sm80 as warp_mma
+from pallas_kernels.gpu import wide_mma_sm80 as wide_mma
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
-from pallas_kernels.gpu.copies_sm80 import WARPS, sync_warps
+from pallas_kernels.gpu.copies_sm80 import WARPS, sync_lanes, sync_warps
 from pallas_kernels.gpu.narrow_sm90 import logits, query_bounds
 from pallas_kernels.gpu.pieces_sm80 import BlockReader
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
@@ -23,29 +24,44 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     """At most cfg.narrow_rows rows over the piece's blocks of 64 keys."""
     rows8, reader = cfg.narrow_rows // 8, BlockReader(cfg, refs, piece, 1)
     kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8, lean=True)
-    keys = dict(dim=cfg.head_dim, target=cfg.dtype, **kind)
+    keys = dict(dim=cfg.head_dim, target=cfg.dtype, stored=cfg.stored_queries, **kind)
     values = dict(dim=cfg.v_head_dim, target=cfg.value_dtype, parts=cfg.weight_parts, shuffles=False, **kind)
     ids = reader.start()
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
     kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, group=cfg.group, heads=cfg.num_heads)
     queries = warp_mma.load_queries(refs.q, *where, **kind, decoded=cfg.quantised)
-    column, scale = query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
+    if cfg.stored_queries:
+        warp_mma.put_queries(refs.q_tile.at[0], queries, dim=cfg.head_dim, dtype=cfg.dtype)
+        sync_lanes()
+        queries = refs.q_tile.at[0]
+    scale = refs.scales[piece[HEAD], 0]
+    by_row = cfg.logits.has_alibi or cfg.logits.score_fn is not None
+    again = cfg.narrow_rows > 8  # what belongs to rows is computed in each block: there are no registers for it
+    column = None if again else query_bounds(cfg, refs, piece)
     first = jnp.int32(0)
 
     def step(j, carry, masked):
-        acc, stats, ids = carry
+        acc, stats = (wide_mma.paired(x, width) for x, width in zip(carry[:2], widths, strict=True))
+        ids = carry[2]
         slot = reader.slot(j)
         reader.keys(j)
-        of_keys, of_values = reader.token_scales(slot, 0)
+        of_keys, _ = reader.token_scales(slot, 0)
         dots = warp_mma.keys_times_queries(refs.k_tile.at[slot], queries, first, **keys)
         dots = multiply_per_key(dots, of_keys, 0)
-        x, factor = logits(cfg, column, dots, reader.first_key + j * cfg.block_kv, scale, masked)
+        own = column
+        if again and (masked or by_row):
+            sync_lanes()  # no load of what belongs to rows is moved among the products
+            own = query_bounds(cfg, refs, piece, masked)
+        x, factor = logits(cfg, own, dots, reader.first_key + j * cfg.block_kv, scale, masked)
+        _, of_values = reader.token_scales(slot, 0)  # not before: they would be in registers during the products
         ids = reader.values(j, ids)
         state = warp_mma.softmax_times_values(refs.v_tile.at[slot], x, factor, acc, stats, first, of_values, **values)
-        return *state, ids
+        return *map(wide_mma.unpaired, state), ids
 
     start = warp_mma.start_state(rows8=rows8, dim=cfg.v_head_dim)
-    acc, stats, *_ = loop_over_blocks(cfg, step, full_block_bounds(piece), (*start, ids))
+    widths = [x.shape[1] for x in start]
+    state = loop_over_blocks(cfg, step, full_block_bounds(piece), (*map(wide_mma.unpaired, start), ids))
+    acc, stats = (wide_mma.paired(x, width) for x, width in zip(state[:2], widths, strict=True))
     _merge_warps(cfg, refs, piece, acc, stats)
 
 

@@ -19,8 +19,12 @@ from pallas_kernels.gpu import warp_mma_sm80 as warps
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.gather_sm90 import gather
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, stage_of, worker, zero_unseen_values
 from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, merge_if_last
+
+_WGMMA = plgpu.Layout.WGMMA
+_COLUMN = _WGMMA.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,38 +39,56 @@ class QueryBounds:
     bias: object = None  # function: positions of keys -> f32 [64 keys, rows], with a qq_bias
 
 
-def _iota(cfg: GpuKernelConfig, axis: int):
-    return plgpu.broadcasted_iota(jnp.int32, (warps.KEYS, cfg.narrow_rows), axis, layout=plgpu.Layout.WGMMA)
+def _keys(cfg: GpuKernelConfig):
+    """The key of each element of S^T, within the block."""
+    shape = (warps.KEYS, cfg.narrow_rows)
+    return rows.numbers(shape, 0) if cfg.lean else plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=_WGMMA)
 
 
-def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece) -> QueryBounds:
-    packed = _iota(cfg, 1) + piece[wl.ROW0]
+def _columns(cfg: GpuKernelConfig):
+    count = cfg.narrow_rows
+    return rows.column_numbers(count) if cfg.lean else plgpu.broadcasted_iota(jnp.int32, (count,), 0, layout=_COLUMN)
+
+
+def query_bounds(cfg: GpuKernelConfig, refs: Refs, piece: Piece, ranges: bool = True) -> QueryBounds:
+    """ranges: compute the keys that each row sees, which only blocks with a mask need."""
+    packed = _columns(cfg) + piece[wl.ROW0]
     token = lax.div(packed, jnp.int32(cfg.group))
     member, q_pos = packed - token * cfg.group, token + piece[wl.QPOS0]
+    head0, start, stop, slope, bias = piece[HEAD] * cfg.group, None, None, None, None
+    if ranges:
+        start, stop = _key_ranges(cfg, refs, piece, token, q_pos)
+        bias = functools.partial(_bias, cfg, refs, piece, _every(cfg, token)) if cfg.qq_bias else None
+    if cfg.logits.has_alibi:
+        slope = _every(cfg, gather(refs.per_head, 2 * (head0 + member), _COLUMN) * LOG2E)
+    return QueryBounds(_every(cfg, q_pos), start, stop, slope, _every(cfg, head0 + member), bias)
+
+
+def _every(cfg: GpuKernelConfig, vector):
+    """A number for each row -> the same for every key."""
+    return lax.broadcast_in_dim(vector, (warps.KEYS, cfg.narrow_rows), [1])
+
+
+def _key_ranges(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, q_pos):
+    """(start, stop) of each row."""
     causal = piece[wl.CAUSAL] & 1 != 0 if cfg.per_request_causal else None
-    every = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, q_pos.shape), plgpu.Layout.WGMMA)
     rank = piece[wl.CAUSAL] >> 1 if cfg.shards.world > 1 else 0
     if cfg.mask.spans:
-        start, stop = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], plgpu.Layout.WGMMA)
+        found = wl.token_range(refs.info, refs.q.shape[0], token + piece[wl.TOK0], _COLUMN)
     else:
-        start, stop = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
-    head0, slope = piece[HEAD] * cfg.group, None
-    if cfg.logits.has_alibi:
-        slope = every(jnp.float32(0.0))
-        for g in range(cfg.group):
-            slope = jnp.where(member == g, refs.per_head[head0 + g, 0] * LOG2E, slope)
-    bias = functools.partial(_bias, cfg, refs, piece, token) if cfg.qq_bias else None
-    return QueryBounds(q_pos, every(start), every(stop), slope, head0 + member, bias)
+        found = wl.visible_keys(cfg, q_pos, q_pos, piece[wl.SEQ], causal, rank)
+    whole = lambda x: plgpu.layout_cast(jnp.broadcast_to(x, (cfg.narrow_rows,)), _COLUMN)
+    return (_every(cfg, whole(x)) for x in found)
 
 
 def _bias(cfg: GpuKernelConfig, refs: Refs, piece: Piece, token, key):
-    return new_tokens.bias_of(cfg, refs.per_head, token, key - piece[wl.QPOS0], plgpu.Layout.WGMMA)
+    return new_tokens.bias_of(cfg, refs.per_head, token, key - piece[wl.QPOS0], _WGMMA)
 
 
 def logits(cfg: GpuKernelConfig, column: QueryBounds, dots, kv0, scale, masked):
     """S^T -> (x, c): base-2 logits are x * c, -inf where masked; as in algebra/logits.py, with rows as columns."""
     rule, factor = cfg.logits, scale * LOG2E
-    key = lambda: _iota(cfg, 0) + kv0
+    key = lambda: _keys(cfg) + kv0
     if rule.soft_cap:
         dots, factor = jnp.tanh(dots * (scale / rule.soft_cap)), jnp.float32(rule.soft_cap * LOG2E)
     if rule.has_alibi:

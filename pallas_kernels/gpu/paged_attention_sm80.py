@@ -73,8 +73,8 @@ def _kernel(cfg: WarpKernelConfig, *gmem):
     block, stages = cfg.block_kv, cfg.stages
     smem = dict(k_tile=tile(cfg.kv_dtype, stages, block, cfg.head_dim))
     smem["v_tile"] = tile(cfg.kv_dtype, stages, block, cfg.v_head_dim)
-    if cfg.wide_tiles:
-        smem["q_tile"] = tile(cfg.dtype, cfg.tile_halves, WARPGROUP_ROWS, cfg.head_dim)
+    if cfg.query_shape:
+        smem["q_tile"] = tile(cfg.dtype, *cfg.query_shape)
     if cfg.wide_tiles and cfg.quantised:
         smem["decoded"] = tile(cfg.dtype, block, cfg.head_dim)
     if cfg.token_scales:

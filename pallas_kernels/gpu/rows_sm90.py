@@ -363,6 +363,42 @@ def row_numbers():
     return number()
 
 
+def numbers(shape, axis: int):
+    """i32 (64, n) in WGMMA layout: the row (axis 0) or the column (1) of each element, as row_numbers."""
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.int32, plgpu.Layout.WGMMA))
+    def number(ctx):
+        thread = thread_index(hidden=True)
+        warp, lane = arith.divui(thread, i32(32)), arith.remui(thread, i32(32))
+        row = arith.addi(arith.muli(warp, i32(16)), arith.divui(lane, i32(4)))
+        column = arith.muli(arith.remui(lane, i32(4)), i32(2))
+        out = empty_fragment(shape, plgpu.Layout.WGMMA, ir.IntegerType.get_signless(32))
+        places = list(pair_places(out))
+
+        def read(i):
+            second, first = places[i]
+            return [arith.addi(column, i32(first + k)) if axis else arith.addi(row, i32(8 * second)) for k in range(2)]
+
+        fill(out, read)
+        return out
+
+    return number()
+
+
+def column_numbers(count: int):
+    """i32 (count,): the number of each column of a fragment [64, count], as row_numbers."""
+    layout = plgpu.Layout.WGMMA.reduce(0)
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((count,), jnp.int32, layout))
+    def number(ctx):
+        first = arith.muli(arith.remui(thread_index(hidden=True), i32(4)), i32(2))
+        out = empty_fragment((count,), layout, ir.IntegerType.get_signless(32))
+        fill(out, lambda i: [arith.addi(first, i32(8 * i + k)) for k in range(2)])
+        return out
+
+    return number()
+
+
 def scale_rows(x, factors):
     """f32 (64, n) times f32 (64,) by rows. A warp all of whose factors are 1 skips the products."""
 

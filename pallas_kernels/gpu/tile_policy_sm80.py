@@ -45,8 +45,8 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
 
     tile_halves, stages, and ctas: CTAs of a multiprocessor. halves: a given number of halves, or None.
     """
-    wide = config.long_tiles and config.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES
-    most, tiles = halves or (2 if wide else 1), {}
+    two = config.long_tiles and config.v_head_dim <= most_columns_of_two_halves(config)
+    most, tiles = halves or (2 if two else 1), {}
     for count, ctas in [pair for pair in HALVES_AND_CTAS if pair[0] <= most]:
         config = dataclasses.replace(config, tile_halves=count)
         stages = stages_that_fit(config, ctas)
@@ -54,6 +54,16 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
         if stages >= config.least_stages:
             break
     return tiles
+
+
+def most_columns_of_two_halves(config: WarpKernelConfig) -> int:
+    """The widest output for which a tile has two halves. Two of 128 columns leave no registers for the addresses of a
+    bias, nor for scales of tokens beside positions or weights of two parts; pairs of numbers take more of them."""
+    pairs = CHIPS.get(config.chip, CHIPS["sm_86"]).pairs
+    by_position = config.logits.score_fn is not None or config.mask.mask_fn is not None
+    crowded = config.qq_bias or (by_position and (config.token_scales or pairs))
+    crowded = crowded or (config.token_scales and config.weight_parts > 1)
+    return MOST_COLUMNS_OF_TWO_HALVES if not crowded else 64 if pairs else 96
 
 
 def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
@@ -68,7 +78,8 @@ def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
     if not tiles:
         return {}
     own = dataclasses.replace(config, tile_halves=tiles["tile_halves"], stages=tiles["stages"])
-    fits = not supports(own) and own.stages <= stages_that_fit(own, tiles["ctas"])
+    fits = own.tile_halves == 1 or own.v_head_dim <= most_columns_of_two_halves(own)
+    fits = fits and not supports(own) and own.stages <= stages_that_fit(own, tiles["ctas"])
     return tiles if fits else {}
 
 

@@ -99,7 +99,8 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     if rule.soft_cap:
         inner, factor = scale / rule.soft_cap, jnp.float32(rule.soft_cap * LOG2E)
         dots = tanh_of_scaled(dots, inner, cfg.cap_fourths) if cfg.cap_fourths else jnp.tanh(dots * inner)
-    key = lambda: plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+    key = lambda: rows.numbers(shape, 1) if cfg.lean else iota()
     if rule.has_alibi:
         shift = (kv0 - row.q_pos).astype(jnp.float32) * row.slope
         dots, factor = rows.add_slope(dots, factor, row.slope, shift), jnp.float32(1.0)

@@ -18,6 +18,8 @@ only to carry registers; their shapes give the number of registers:
     queries  16-bit [64, n D / 2]    acc  f32 [64, n V / 2]    stats  f32 [64, 8 n]: max, max, sum, sum of rows 2t, 2t+1
 """
 
+import functools
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
@@ -93,6 +95,28 @@ def load_queries(q_ref, tok0, head0, row0, nrows, *, rows8: int, dim: int, dtype
     return load(q_ref, tok0, head0, row0, nrows)
 
 
+def put_queries(tile, queries, *, dim: int, dtype: str):
+    """16 rows of queries -> an SMEM tile [16 or more, D], as raw memory: four words of a lane for each 16 columns.
+
+    Every warp stores the same.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(rows.tile_transforms(dim, dtype)), _WGMMA))
+    def put(ctx, tile, queries):
+        words, steps = [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat], dim // 16
+        place = _queries_of_lane(tile)
+        for step in range(steps):
+            four = [words[2 * (n * steps + step) + i] for n in range(2) for i in range(2)]
+            ptx.asm(f"st.shared.v4.b32 [$0+{512 * step}], {{$1, $2, $3, $4}};", "r,r,r,r,r", place, *four)
+
+    put(tile, queries)
+
+
+def _queries_of_lane(tile):
+    _, _, lane, _ = ptx.lane_position(hidden=True)
+    return ptx.add(ptx.pointer(tile, 3), ptx.mul(lane, 16))
+
+
 def start_state(*, rows8: int, dim: int):
     """(acc, stats) before any key."""
     shapes = ((64, rows8 * dim // 2), (64, 8 * rows8))
@@ -108,32 +132,43 @@ def start_state(*, rows8: int, dim: int):
 
 
 def keys_times_queries(
-    k_ref, queries, first, *, rows8: int, dim: int, source: str, target: str, converts_fp8=True, lean: bool = False
-):
+    k_ref, queries, first,
+    *, rows8: int, dim: int, source: str, target: str, converts_fp8=True, lean: bool = False, stored: bool = False,
+):  # fmt: skip
     """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an SMEM tile [block, D] times the queries.
 
+    stored: the queries are the tile that put_queries has filled; else those of load_queries or read_queries.
     converts_fp8: see decode_sm90.decode_word. lean: see softmax_times_values.
     """
     decoded = decode_word(source, target, converts_fp8) if source != target else ""
+    kind = plgpu.RefType(rows.tile_transforms(dim, target)) if stored else _WGMMA
+    chains = 1 if rows8 == 2 and dim > 128 else 2  # of mma for each 8 rows: a second one hides its latency
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(rows.tile_transforms(dim, source)), _WGMMA, _SCALAR),
+        arg_types=(plgpu.RefType(rows.tile_transforms(dim, source)), kind, _SCALAR),
         return_type=plgpu.ShapeDtypeStruct((KEYS, 8 * rows8), jnp.float32, _WGMMA),
     )
     def multiply(ctx, tile, queries, first):
         base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position(hidden=lean)
-        words = [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat]
-        key = _key_of_lane(first, lane, warp)
-        steps = dim // 16
-        sums = [[[ptx.f32(0.0)] * 4 for _ in range(2)] for _ in range(rows8)]  # two chains of mma hide their latency
-        step = 0
+        key, steps, step = _key_of_lane(first, lane, warp), dim // 16, 0
+        words = [] if stored else [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat]
+        place = _queries_of_lane(queries) if stored else None
+
+        def columns(step):
+            """Of the queries, two words for each 8 rows."""
+            if stored:
+                four = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{512 * step}];"
+                found = ptx.asm_values(four, "=r,=r,=r,=r,r", 4, place)
+                return [found[:2], found[2:]]
+            return [words[2 * (n * steps + step) :][:2] for n in range(rows8)]
+
+        sums = [[[ptx.f32(0.0)] * 4 for _ in range(chains)] for _ in range(rows8)]
         for loaded in _load_tile(base, key, lane, dim, source):
             for a in _key_factors(loaded, decoded):
-                for n in range(rows8):
-                    at = 2 * (n * steps + step)
-                    sums[n][step % 2] = ptx.mma(a, words[at : at + 2], sums[n][step % 2], target)
+                for n, pair in enumerate(columns(step)):
+                    sums[n][step % chains] = ptx.mma(a, pair, sums[n][step % chains], target)
                 step += 1
-        total = [_fadd(a, b) for even, odd in sums for a, b in zip(even, odd, strict=True)]
+        total = [functools.reduce(_fadd, parts) for chain in sums for parts in zip(*chain, strict=True)]
         return _scores(rows8, total)
 
     return multiply(k_ref, queries, first)

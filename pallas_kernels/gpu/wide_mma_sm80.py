@@ -161,6 +161,29 @@ def rescaled(acc, alpha):
     return rescale(acc, alpha)
 
 
+def split_columns(x, width: int):
+    """f32 [64, n] -> n / width fragments f32 [64, width], of the same registers; width is a multiple of 8."""
+    shape = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, width), jnp.float32, _WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=(shape,) * (x.shape[1] // width))
+    def split(ctx, x):
+        tiles, step = _floats(x), width // 8
+        return tuple(_fragment(tiles[i : i + step]) for i in range(0, len(tiles), step))
+
+    return split(x)
+
+
+def join_columns(parts):
+    """The inverse of split_columns."""
+    shape = (WARPGROUP_ROWS, sum(part.shape[1] for part in parts))
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA,) * len(parts), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA))
+    def join(ctx, *parts):
+        return _fragment([tile for part in parts for tile in _floats(part)])
+
+    return join(*parts)
+
+
 def unpaired(acc):
     """The registers of f32 [64, V], two numbers each, as registers of one: what a loop passes from step to step.
 

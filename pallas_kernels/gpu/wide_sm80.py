@@ -17,6 +17,7 @@ from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
 from pallas_kernels.gpu.row_states_sm90 import across_columns
 from pallas_kernels.gpu.token_scales_sm90 import multiply_per_key
 
+COLUMNS_TOGETHER = 8
 MOST_BELOW_MAXIMUM = 8.0  # in base 2: weights are at most 256, and float16 holds up to 65504
 
 
@@ -44,6 +45,18 @@ def _softmax_step(cfg: WarpKernelConfig, x, c, m, total, acc):
     p = wide_mma.exponentials(x, c, new_m)
     acc = wide_mma.rescaled(acc, alpha) if cfg.lazy_rescale else acc * across_columns(alpha, acc.shape)
     return p, new_m, total * alpha + lanes.lane_sums(p), acc
+
+
+def _logits(cfg: WarpKernelConfig, row, dots, kv0, scale, masked):
+    """tiles.logits; what is computed from positions, COLUMNS_TOGETHER at a time: their numbers take registers."""
+    if cfg.mask.mask_fn is None and cfg.logits.score_fn is None and not (cfg.qq_bias and masked):
+        return tiles.logits(cfg, row, dots, kv0, scale, masked)
+    parts = []
+    for n, part in enumerate(wide_mma.split_columns(dots, COLUMNS_TOGETHER)):
+        sync_lanes()  # no load of a bias is moved before it
+        x, c = tiles.logits(cfg, row, part, kv0 + n * COLUMNS_TOGETHER, scale, masked)
+        parts.append(x)
+    return wide_mma.join_columns(parts), c
 
 
 def _weight_operands(cfg: WarpKernelConfig, p, of_values) -> tuple:
@@ -93,7 +106,7 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
             row = None  # computed anew for each block: it would be in registers during the products
             if masked or by_row:
                 row = tiles.row_bounds(cfg, refs, piece, jnp.int32(offset), ranges=masked)
-            x, c = tiles.logits(cfg, row, x, kv0, scale, masked and by_position)
+            x, c = _logits(cfg, row, x, kv0, scale, masked and by_position)
             if masked and not by_position:
                 starts = row.start - kv0 if cfg.mask.left >= 0 or cfg.mask.chunk > 0 else None
                 x = rows.keep_columns(x, row.stop - kv0, starts, hidden=True)

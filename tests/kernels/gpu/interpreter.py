@@ -301,8 +301,13 @@ def _start_state(closure):
     return acc, stats
 
 
+def _put_queries(closure, tile, queries):
+    tile[:16] = _warp_rows(queries, 2, closure["dim"])[0]
+
+
 def _keys_times_queries(closure, tile, queries, first):
-    q = _warp_rows(queries, closure["rows8"], closure["dim"])[0].astype(np.float32)
+    q = queries[:16] if closure["stored"] else _warp_rows(queries, closure["rows8"], closure["dim"])[0]
+    q = q.astype(np.float32)
     return ((tile[int(first) : int(first) + 64].astype(np.float32) @ q.T).astype(np.float32),)
 
 
@@ -576,12 +581,15 @@ PTX = {
     "arrive": _arrive,
     "add_parts": _add_parts,
     "store_merged": _store_merged,
+    "put_queries": _put_queries,
     "start_state": _start_state,
     "keys_times_queries": _keys_times_queries,
     "softmax_times_values": _softmax_times_values,
     "decode_tile": _decode_tile,
     "load_per_key": lambda closure, scales: (scales,),
     "queries_times_keys": _queries_times_keys,
+    "split_columns": lambda closure, x: np.split(x, x.shape[1] // closure["width"], axis=1),
+    "join_columns": lambda closure, *parts: (np.concatenate(parts, axis=1),),
     "unpaired": lambda closure, acc: (acc.reshape(-1),),
     "paired": lambda closure, numbers: (numbers.reshape(closure["shape"]),),
     "exponentials": lambda closure, x, factor, top: (np.exp2(x * factor - top[:, None]).astype(np.float32),),
@@ -599,6 +607,8 @@ PTX = {
     "scale_rows": lambda closure, x, factors: (x * factors[:, None],),
     "keep_columns": _keep_columns,
     "row_numbers": lambda closure: (np.arange(64, dtype=np.int32),),
+    "numbers": lambda closure: (np.indices(closure["shape"], np.int32)[closure["axis"]],),
+    "column_numbers": lambda closure: (np.arange(closure["count"], dtype=np.int32),),
     "add_slope": _add_slope,
     "store_rows": _store_rows,
     "store_partial": _store_partial,

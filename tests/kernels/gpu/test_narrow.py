@@ -23,8 +23,9 @@ EVERYTHING = dict(
 def test_transposed_logits_are_those_of_the_algebra(options, monkeypatch):
     """kv0 64, rows 0..7 of kv head 1 with G = 4: two new tokens at positions 100 and 101 of 102."""
     cfg = make_config(**(BASE | NARROW | options))
-    iota = lambda _, axis: jnp.broadcast_to(jnp.expand_dims(jnp.arange((64, 8)[axis]), 1 - axis), (64, 8))
-    monkeypatch.setattr(narrow, "_iota", iota)
+    monkeypatch.setattr(narrow, "_keys", lambda _: jnp.broadcast_to(jnp.arange(64)[:, None], (64, 8)))
+    monkeypatch.setattr(narrow, "_columns", lambda _: jnp.arange(8))
+    monkeypatch.setattr(narrow, "gather", lambda array, index, _: array.reshape(-1)[index])
     monkeypatch.setattr(narrow.plgpu, "layout_cast", lambda x, _: x)
     dots = jnp.asarray(np.random.default_rng(0).normal(size=(64, 8)), jnp.float32)
     slopes = jnp.linspace(0.1, 0.5, 32)

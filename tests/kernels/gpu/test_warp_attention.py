@@ -94,6 +94,25 @@ BATCHES |= {  # with 8-bit keys and values
 }  # fmt: skip
 
 
+ALIBI_AND_SCORES = dict(
+    logits=LogitRule(scale=0.1, has_alibi=True, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q) + 0.1 * h)
+)
+OF_BOTH = dict(slopes=None, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q) + 0.1 * h)
+BATCHES |= {  # where numbers of rows and columns, or queries, are not kept in registers
+    "16 rows, D 224, alibi and score_fn": (
+        TWO_TOKENS, dict(ALIBI_AND_SCORES, num_heads=16, head_dim=224, v_head_dim=32, page_size=128), OF_BOTH
+    ),
+    "mixed with groups of 16, D 256, f16, int8 with token scales": (
+        MIXED, dict(num_heads=32, head_dim=256, v_head_dim=256, dtype="float16", kv_dtype="int8", token_scales=True), {}
+    ),
+    "mixed, mask_fn and score_fn": (
+        MIXED,
+        dict(ALIBI_AND_SCORES, mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
+        dict(OF_BOTH, mask_fn=lambda h, q, k: (q + k + h) % 3 != 0),
+    ),
+}  # fmt: skip
+
+
 def poison(dtype):
     """NaN, or the smallest integer."""
     return -128 if dtype == "int8" else np.nan

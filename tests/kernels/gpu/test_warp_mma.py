@@ -39,6 +39,7 @@ CASES = [
     (1, 80, 48, "float16", "f16", 2, True, True, 0),
     (1, 16, 16, "bfloat16", "bf16", 2, False, False, 0),
     (1, 64, 64, "int8", "bf16", 1, False, True, 1),
+    (1, 160, 32, "int8", "f16", 2, False, True, 2),
 ]
 
 
@@ -86,12 +87,17 @@ def test_products_softmax_and_join_are_attention(
         else:
             kind |= dict(group=GROUP, heads=HEADS, decoded=decoded)
             queries = warps.load_queries(at["packed"], *(np.int32(n) for n in (tok0, head0, row0, rows)), **kind)
+        stored = wgs == 1 and rows8 == 2
+        if stored:
+            warps.put_queries(at["q"], queries, dim=dim, dtype=name)
+            queries = at["q"]
         state = warps.start_state(rows8=rows8, dim=v_dim)
         for b in range(BLOCKS):
             place_tile(memory, at["k"], k[b * BLOCK :][:BLOCK])
             place_tile(memory, at["v"], v[b * BLOCK :][:BLOCK])
             mine = 64 * warpgroup.astype(np.int32)
-            x = warps.keys_times_queries(at["k"], queries, mine, rows8=rows8, dim=dim, source=source, target=name)
+            kind = dict(rows8=rows8, dim=dim, source=source, target=name, stored=stored)
+            x = warps.keys_times_queries(at["k"], queries, mine, **kind)
             key = b * BLOCK + mine + machine.lane % 128 // 32 * 16 + machine.lane % 32 // 4
             values = warps._scores_of(x, rows8)
             values = [
