@@ -83,7 +83,6 @@ SHAPES |= {
 }
 SHAPES["decode_d128_bf16_16_rows"] = SHAPES["decode_d128_bf16"] | dict(rows=16)
 SHAPES["decode_d128_e4m3_16_rows"] = SHAPES["decode_d128_e4m3"] | dict(rows=16)
-SIXTEEN = dict(num_heads=64, num_kv_heads=4)  # a group of 16 heads: narrow tiles have 16 rows
 INT8_TOKENS_F16 = SHAPES["decode_d128_int8_tokens_f16"] | dict(head_dim=256, v_head_dim=256, rows=16)
 SHAPES |= {
     "decode_d256_int8_tokens_f16_16_rows": INT8_TOKENS_F16,
@@ -91,7 +90,6 @@ SHAPES |= {
     "decode_d192_bf16_16_rows_positions": SHAPES["decode_d192_bf16"] | POSITIONS | dict(rows=16, qq_bias=True),
     "mixed_d128_bf16_positions": SHAPES["mixed_d128_bf16"] | POSITIONS,
     "mixed_d128_bf16_qq_bias": SHAPES["mixed_d128_bf16"] | dict(qq_bias=True),
-    "mixed_d256_bf16_positions_qq_bias": SHAPES["mixed_d256_bf16"] | POSITIONS | SIXTEEN | dict(qq_bias=True),
     "mixed_d128_e5m2_tokens_f16": SHAPES["mixed_d128_int8_tokens_f16"] | dict(kv_dtype="float8_e5m2"),
 }
 SHAPES["mixed_d128_bf16_64_rows"] = SHAPES["mixed_d128_bf16"] | dict(rows=64, num_heads=64, num_kv_heads=1)
