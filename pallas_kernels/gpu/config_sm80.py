@@ -53,6 +53,7 @@ class WarpKernelConfig(GpuKernelConfig):
 
     @property
     def lean(self) -> bool:
+        """Numbers of lanes and rows are computed again in each block, rather than kept in registers."""
         return True
 
     @property

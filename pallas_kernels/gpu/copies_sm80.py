@@ -54,37 +54,37 @@ def _is_inside(key, start, stop):
     return ptx.bool_to_i32(arith.andi(ptx.less(arith.subi(start, ptx.i32(1)), key), ptx.less(key, stop)))
 
 
-def put_rows(box, own_rows, *, block):
+def put_rows(row_list, own_rows, *, block):
     """What pool_rows gave -> SMEM i32[block]. A warp may read the rows of its keys after its next wait."""
     keys = block // WARPS
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), PER_THREAD))
-    def put(ctx, box, own_rows):
+    def put(ctx, row_list, own_rows):
         _, _, lane, warp = ptx.lane_position(hidden=True)
         mine = rows.register_value(own_rows.registers.flat[0])
-        place = ptx.add(ptx.pointer(box, 3), ptx.mul(ptx.add(ptx.mul(warp, keys), lane), 4))
+        place = ptx.add(ptx.pointer(row_list, 3), ptx.mul(ptx.add(ptx.mul(warp, keys), lane), 4))
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0], $2; }"
         ptx.asm(text, "r,r,r", place, ptx.bool_to_i32(ptx.less(lane, ptx.i32(keys))), mine)
 
-    put(box, own_rows)
+    put(row_list, own_rows)
 
 
-def copy_block(pool, tile, box, *, block, dim, dtype):
-    """Begins to copy the keys of the rows in `box` (see put_rows) from a GMEM pool to an SMEM tile [block, dim]."""
+def copy_block(pool, tile, row_list, *, block, dim, dtype):
+    """Begins to copy the keys of the rows in `row_list` (see put_rows) from a GMEM pool to SMEM [block, dim]."""
     row_bytes, swizzle = dim * jnp.dtype(dtype).itemsize, rows.swizzle_bytes(dim, dtype)
     chunks, keys = row_bytes // 16, block // WARPS  # of 16 bytes in a row; of a warp
     kinds = (plgpu.RefType(), plgpu.RefType(rows.tile_transforms(dim, dtype)), plgpu.RefType())
 
     @plgpu.inline_mgpu(arg_types=kinds)
-    def copy(ctx, pool, tile, box):
+    def copy(ctx, pool, tile, row_list):
         base, smem, (_, _, lane, warp) = ptx.pointer(pool, 0), ptx.pointer(tile, 3), ptx.lane_position(hidden=True)
         # hidden: the start of each step's chunks would otherwise stay in two registers during the loop
         first = arith.muli(warp, ptx.i32(keys))
-        smem, box = arith.addi(smem, arith.muli(first, ptx.i32(row_bytes))), ptx.pointer(box, 3)
+        smem, row_list = arith.addi(smem, arith.muli(first, ptx.i32(row_bytes))), ptx.pointer(row_list, 3)
         for step in range(-(-keys * chunks // 32)):
             row, byte, target = _chunk(lane, step, chunks, swizzle)
             partial = 32 * (step + 1) > keys * chunks  # not every lane has a chunk left
-            place = ptx.add(box, ptx.mul(ptx.add(first, _least(row, keys - 1) if partial else row), 4))
+            place = ptx.add(row_list, ptx.mul(ptx.add(first, _least(row, keys - 1) if partial else row), 4))
             pool_row = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", place)
             source = arith.muli(ptx.to_u64(pool_row), ptx.i64(row_bytes))
             source = arith.addi(source, arith.addi(base, ptx.to_i64(byte)))
@@ -97,25 +97,25 @@ def copy_block(pool, tile, box, *, block, dim, dtype):
             registers = "{ .reg .pred p, q; " + text + " }"
             ptx.asm(registers, ",".join(["r", "l", "r", "r"][: len(operands)]), *operands)
 
-    copy(pool, tile, box)
+    copy(pool, tile, row_list)
 
 
-def copy_scales(pool, tile, box, *, block):
+def copy_scales(pool, tile, row_list, *, block):
     """The same for one f32 scale of each key, to an SMEM tile [block]."""
     keys = block // WARPS
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
-    def copy(ctx, pool, tile, box):
+    def copy(ctx, pool, tile, row_list):
         _, _, lane, warp = ptx.lane_position(hidden=True)
         key = ptx.mul(ptx.add(ptx.mul(warp, keys), _least(lane, keys - 1)), 4)
-        mine = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", ptx.add(ptx.pointer(box, 3), key))
+        mine = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", ptx.add(ptx.pointer(row_list, 3), key))
         source = arith.addi(ptx.pointer(pool, 0), arith.muli(ptx.to_u64(mine), ptx.i64(4)))
         target = ptx.add(ptx.pointer(tile, 3), key)
         own = ptx.bool_to_i32(ptx.less(lane, ptx.i32(keys)))
         text = "setp.ne.u32 q, $3, 0; setp.eq.u32 p, $2, -1; @q cp.async.ca.shared.global [$0], [$1], 4, p;"
         ptx.asm("{ .reg .pred p, q; " + text + " }", "r,l,r,r", target, source, mine, own)
 
-    copy(pool, tile, box)
+    copy(pool, tile, row_list)
 
 
 def _least(value, most: int):

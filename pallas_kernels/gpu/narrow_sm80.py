@@ -23,10 +23,10 @@ from pallas_kernels.gpu.token_scales_sm90 import multiply_per_key
 def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     """At most cfg.narrow_rows rows over the piece's blocks of 64 keys."""
     rows8, reader = cfg.narrow_rows // 8, BlockReader(cfg, refs, piece, 1)
-    kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8, lean=True)
+    kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8, hidden=True)
     keys = dict(dim=cfg.head_dim, target=cfg.dtype, stored=cfg.stored_queries, **kind)
     values = dict(dim=cfg.v_head_dim, target=cfg.value_dtype, parts=cfg.weight_parts, shuffles=False, **kind)
-    ids = reader.start()
+    next_rows = reader.start()
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
     kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, group=cfg.group, heads=cfg.num_heads)
     queries = warp_mma.load_queries(refs.q, *where, **kind, decoded=cfg.quantised)
@@ -42,7 +42,7 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
 
     def step(j, carry, masked):
         acc, stats = (wide_mma.paired(x, width) for x, width in zip(carry[:2], widths, strict=True))
-        ids = carry[2]
+        next_rows = carry[2]
         slot = reader.slot(j)
         reader.keys(j)
         of_keys, _ = reader.token_scales(slot, 0)
@@ -54,13 +54,13 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
             own = query_bounds(cfg, refs, piece, masked)
         x, factor = logits(cfg, own, dots, reader.first_key + j * cfg.block_kv, scale, masked)
         _, of_values = reader.token_scales(slot, 0)  # not before: they would be in registers during the products
-        ids = reader.values(j, ids)
+        next_rows = reader.values(j, next_rows)
         state = warp_mma.softmax_times_values(refs.v_tile.at[slot], x, factor, acc, stats, first, of_values, **values)
-        return *map(wide_mma.unpaired, state), ids
+        return *map(wide_mma.unpaired, state), next_rows
 
     start = warp_mma.start_state(rows8=rows8, dim=cfg.v_head_dim)
     widths = [x.shape[1] for x in start]
-    state = loop_over_blocks(cfg, step, full_block_bounds(piece), (*map(wide_mma.unpaired, start), ids))
+    state = loop_over_blocks(cfg, step, full_block_bounds(piece), (*map(wide_mma.unpaired, start), next_rows))
     acc, stats = (wide_mma.paired(x, width) for x, width in zip(state[:2], widths, strict=True))
     _merge_warps(cfg, refs, piece, acc, stats)
 

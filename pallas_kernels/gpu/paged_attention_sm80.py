@@ -84,11 +84,11 @@ def _kernel(cfg: WarpKernelConfig, *gmem):
 
 
 def _piece(cfg: WarpKernelConfig, refs: Refs, j):
-    box, wanted = refs.piece_box, piece_from_list(cfg, refs, j)
+    numbers, wanted = refs.piece_box, piece_from_list(cfg, refs, j)
     sync_warps()  # no warp reads the last piece's numbers and tiles any longer
-    put_numbers(box, [jnp.asarray(wanted[column], jnp.int32) for column in range(HI + 1)])
+    put_numbers(numbers, [jnp.asarray(wanted[column], jnp.int32) for column in range(HI + 1)])
     sync_warps()
-    piece = Piece(lambda column: box[column], 0)
+    piece = Piece(lambda column: numbers[column], 0)
     count, most = piece[wl.NROWS], _most_rows(cfg)
     when(count <= cfg.narrow_rows)(lambda: narrow_tile(cfg, refs, piece))
     if cfg.wide_tiles:

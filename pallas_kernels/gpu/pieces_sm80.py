@@ -49,20 +49,20 @@ class BlockReader:
         kind |= dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
         return copies.pool_rows(table, self.piece[wl.REQ], self.piece[HEAD], *self._where(i), **kind)
 
-    def _box(self, i):
+    def _row_list(self, i):
         """Where the rows of block i lie; those of block i + 2 replace them."""
         return self.refs.pool_rows.at[lax.rem(i, jnp.int32(2))]
 
     def _copy(self, pool, tile, dim, i, scales=()):
-        block, box = self.cfg.block_kv, self._box(i)
+        block, row_list = self.cfg.block_kv, self._row_list(i)
         kind = dict(block=block, dim=dim, dtype=self.cfg.kv_dtype)
 
         @when(i < self.piece.count)
         def _():
-            copies.copy_block(pool, tile.at[self.slot(i)], box, **kind)
+            copies.copy_block(pool, tile.at[self.slot(i)], row_list, **kind)
             for n, scale in enumerate(scales):
                 own = self.refs.token_scale.at[self.slot(i), pl.ds(n * block, block)]
-                copies.copy_scales(scale, own, box, block=block)
+                copies.copy_scales(scale, own, row_list, block=block)
 
         copies.commit()
 
@@ -88,7 +88,7 @@ class BlockReader:
         stages = self.cfg.stages
         rows = [self.rows(jnp.int32(i)) for i in range(stages + 1)]
         for i in range(stages):
-            copies.put_rows(self._box(jnp.int32(i)), rows[i], block=self.cfg.block_kv)
+            copies.put_rows(self._row_list(jnp.int32(i)), rows[i], block=self.cfg.block_kv)
             copies.sync_lanes()
             self.copy_keys(jnp.int32(i))
             if i < stages - 1:
@@ -102,7 +102,7 @@ class BlockReader:
 
     def values(self, j, rows):
         """Waits for block j's values; copies further keys, those of `rows`. Returns the next `rows`."""
-        copies.put_rows(self._box(j + self.cfg.stages), rows, block=self.cfg.block_kv)
+        copies.put_rows(self._row_list(j + self.cfg.stages), rows, block=self.cfg.block_kv)
         self.wait()
         self.copy_keys(j + self.cfg.stages)
         return self.rows(j + self.cfg.stages + 1)  # a step ahead of its use: it is read from the block table

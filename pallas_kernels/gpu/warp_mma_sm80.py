@@ -133,12 +133,12 @@ def start_state(*, rows8: int, dim: int):
 
 def keys_times_queries(
     k_ref, queries, first,
-    *, rows8: int, dim: int, source: str, target: str, converts_fp8=True, lean: bool = False, stored: bool = False,
+    *, rows8: int, dim: int, source: str, target: str, converts_fp8=True, hidden: bool = False, stored: bool = False,
 ):  # fmt: skip
     """S^T f32 [64, 8 rows8]: keys first .. first + 63 of an SMEM tile [block, D] times the queries.
 
     stored: the queries are the tile that put_queries has filled; else those of load_queries or read_queries.
-    converts_fp8: see decode_sm90.decode_word. lean: see softmax_times_values.
+    converts_fp8: see decode_sm90.decode_word. hidden: see softmax_times_values.
     """
     decoded = decode_word(source, target, converts_fp8) if source != target else ""
     kind = plgpu.RefType(rows.tile_transforms(dim, target)) if stored else _WGMMA
@@ -149,7 +149,7 @@ def keys_times_queries(
         return_type=plgpu.ShapeDtypeStruct((KEYS, 8 * rows8), jnp.float32, _WGMMA),
     )
     def multiply(ctx, tile, queries, first):
-        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position(hidden=lean)
+        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position(hidden=hidden)
         key, steps, step = _key_of_lane(first, lane, warp), dim // 16, 0
         words = [] if stored else [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat]
         place = _queries_of_lane(queries) if stored else None
@@ -176,12 +176,13 @@ def keys_times_queries(
 
 def softmax_times_values(
     v_ref, x, factor, acc, stats, first, scales=None,
-    *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True, lean: bool = False,
+    *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True, hidden: bool = False,
     shuffles: bool = True,
 ):  # fmt: skip
     """(acc, stats) after keys first .. first + 63. Base-2 logits are x * factor, -inf where masked.
 
-    lean: addresses are computed anew for each block. shuffles: they may be calls (lanes_sm80.py); False: none.
+    hidden: of ptx.lane_position: addresses are computed anew for each block. shuffles: they may be calls
+    (lanes_sm80.py); False: none.
 
     scales: f32 (64,) of the values, None for 1. target: dtype of both operands of the product. parts: number of
     operands whose sum is a weight; 2 with target bfloat16.
@@ -196,7 +197,7 @@ def softmax_times_values(
         return_type=tuple(plgpu.ShapeDtypeStruct(s, jnp.float32, _WGMMA) for s in shapes),
     )
     def add(ctx, tile, x, factor, acc, stats, first, *own):
-        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position(hidden=lean)
+        base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position(hidden=hidden)
         factor, old, scores = ptx.scalar_value(factor), _floats_of(stats), _scores_of(x, rows8)
         acc, new, weights = _floats_of(acc), [], []
         own = [rows.register_value(r) for scale in own for r in scale.registers.flat]  # of keys g, g + 8

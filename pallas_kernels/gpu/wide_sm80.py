@@ -84,13 +84,13 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + offset, piece[wl.NROWS] - offset)
         rows.load_rows(refs.q, refs.q_tile.at[half], *where, **kind)
     reader = BlockReader(cfg, refs, piece, WARPS)
-    ids = reader.start()  # its first group of copies has the queries too
+    next_rows = reader.start()  # its first group of copies has the queries too
     by_row = cfg.logits.has_alibi or cfg.logits.score_fn is not None
     scale = refs.scales[piece[HEAD], 0]
     by_position = cfg.mask.mask_fn is not None or cfg.qq_bias  # else columns are compared with constants
 
     def step(j, carry, masked):
-        numbers, ids = carry
+        numbers, next_rows = carry
         states = [(wide_mma.paired(acc, cfg.v_head_dim), m, total) for acc, m, total in numbers]
         slot, kv0 = reader.slot(j), reader.first_key + j * cfg.block_kv
         reader.keys(j)
@@ -114,18 +114,20 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
             new.append((acc, m, total))
             _, of_values = reader.token_scales(slot, 1)  # read again: they are not in registers during the softmax
             weights.append(_weight_operands(cfg, p, of_values))
-        ids = reader.values(j, ids)
+        next_rows = reader.values(j, next_rows)
         values = _decoded(cfg, refs, refs.v_tile.at[slot], cfg.v_head_dim, cfg.value_dtype)
         kind = dict(block=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.value_dtype)
         kind |= dict(v_dim=cfg.head_dim if cfg.quantised else cfg.v_head_dim)
         accs = [acc for acc, _, _ in new]
         for part in zip(*weights, strict=True):
             accs = wide_mma.add_weighted_values(accs, part, values, **kind)
-        return tuple((wide_mma.unpaired(acc), m, total) for acc, (_, m, total) in zip(accs, new, strict=True)), ids
+        return tuple(
+            (wide_mma.unpaired(acc), m, total) for acc, (_, m, total) in zip(accs, new, strict=True)
+        ), next_rows
 
     acc, *others = tiles.start_state(cfg.v_head_dim)
     start = ((wide_mma.unpaired(acc), *others),) * len(offsets)
-    states, _ = tiles.loop_over_blocks(cfg, step, tiles.full_block_bounds(piece), (start, ids))
+    states, _ = tiles.loop_over_blocks(cfg, step, tiles.full_block_bounds(piece), (start, next_rows))
     for offset, (acc, m, total) in zip(offsets, states, strict=True):
         acc = wide_mma.paired(acc, cfg.v_head_dim)
         tiles.finish(cfg, refs, piece, (acc, m, lanes.sums_of_lanes(total)), jnp.int32(offset))

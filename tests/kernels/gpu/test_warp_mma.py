@@ -108,7 +108,7 @@ def test_products_softmax_and_join_are_attention(
             kind = dict(
                 rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16" if decoded else name
             )
-            kind |= dict(parts=max(scaled, 1), lean=wgs == 1)  # of the warp-level kernel's one warpgroup
+            kind |= dict(parts=max(scaled, 1), hidden=wgs == 1)  # of the warp-level kernel's one warpgroup
             kind |= dict(shuffles=wgs > 1 or rows8 == 2)
             own = types.SimpleNamespace(registers=np.empty(2, object))
             own.registers[:] = [(tiny[key + 8 * i],) for i in range(2)]
