@@ -225,7 +225,7 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows)
     seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
     tok0 = jnp.where(is_ghost, starts[-1], starts[req])
-    tile_causal = None if causal is None else is_ghost | causal[req]
+    tile_causal = None if causal is None else is_ghost | jnp.asarray(causal)[req]
     held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
     info = _info(config, tok0, row0, nrows, req, q_len, seq, tile_causal, held, ranges)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
