@@ -132,8 +132,11 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         if self.spec.use_rswa:
             lens = jnp.asarray(common.rswa_prefix_lens, jnp.int32)
             before = token_ranges(*lengths, rule, causal, spans, lens)
-            whole = dataclasses.replace(config, mask=dataclasses.replace(rule, spans=True))
-            prefix = build_work_list(*lengths, whole, causal, ranges=before)
+            of_prefix = gpu_kernel.kernel_config(
+                gpu_kernel.prefix_spec(self.spec), self.cache_spec, dtype, common, self.chip, None, self.parallel,
+                self.invariant,
+            )  # fmt: skip
+            prefix = build_work_list(*lengths, of_prefix, causal, ranges=before)
         work = build_work_list(*lengths, config, causal, **own)
         return PallasGpuMetadata(
             common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard, prefix=prefix

@@ -125,7 +125,7 @@ def _paged(
         return _launch(impl, q, cache, m, params, counters)
     # R-SWA: what a row sees is a window and, before it, a prefix. Each has a launch, so nothing between them is read.
     spec = dataclasses.replace(impl.spec, use_rswa=False, has_sinks=False)
-    before = dataclasses.replace(spec, use_mm_prefix=True, mm_prefix_clamp_sliding_window=False)
+    before = gpu_kernel.prefix_spec(impl.spec)
     plans = (before, dataclasses.replace(m, work=m.prefix)), (spec, m)
     parts = [dataclasses.replace(impl, spec=own, out_dtype="float32") for own, _ in plans]
     states = [_launch(part, q, cache, plan, params, None) for part, (_, plan) in zip(parts, plans, strict=True)]
@@ -176,7 +176,7 @@ def _rotate_and_write(impl: PallasGpuImpl, q, k, v, angles: Angles, cache: Paged
     sizes = RotateWrite(
         tokens=q.shape[0], heads=q.shape[1], kv_heads=k.shape[1], head_dim=q.shape[2], v_head_dim=v.shape[2],
         dim=angles.dim, blocks=spec.num_blocks, page=spec.block_size, heads_first=spec.physical_layout == "HND",
-        counters=2 * GpuKernelConfig.num_ctas,  # of the pipelines, if each CTA has two
+        counters=2 * GpuKernelConfig.num_ctas,  # one for each pipeline, of which a CTA has at most two
     )  # fmt: skip
     # XLA makes one kernel of the three projections' last step and this concatenation.
     rows = jnp.concatenate([x.reshape(x.shape[0], -1) for x in (q, k, v)], axis=1)

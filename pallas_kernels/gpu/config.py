@@ -68,8 +68,13 @@ class GpuKernelConfig:
 
     @property
     def workers(self) -> int:
-        """Among how many the work list shares out the units: CTAs, or their pipelines."""
+        """How many workers share the units: the CTAs, or their pipelines."""
         return self.num_ctas * self.pipelines
+
+    @property
+    def few_rows(self) -> int:
+        """The most rows of a tile, where none is long."""
+        return self.narrow_rows or WARPGROUP_ROWS
 
     @property
     def tile_rows(self) -> int:

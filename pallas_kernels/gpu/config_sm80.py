@@ -52,6 +52,10 @@ class WarpKernelConfig(GpuKernelConfig):
         return int(self.chip[3:]) >= FP8_CONVERSIONS
 
     @property
+    def few_rows(self) -> int:
+        return WARPGROUP_ROWS if self.wide_tiles else self.narrow_rows
+
+    @property
     def lean(self) -> bool:
         """Numbers of lanes and rows are computed again in each block, rather than kept in registers."""
         return True

@@ -14,7 +14,6 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.merge_sm90 import launch_merge, split_unit
 from pallas_kernels.gpu.row_states_sm90 import LOG2E, M_START
 
@@ -26,8 +25,8 @@ _ACC, _ONE = (plgpu.Layout.WG_STRIDED((THREADS * n,), vec_size=n) for n in (EACH
 
 
 def merge_few_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):
-    """(out, lse) with the rows of split units filled in, in place, where no request has more than 64 packed rows."""
-    ctas = min(steps_of(cfg, cfg.narrow_rows or WARPGROUP_ROWS), MOST_CTAS)
+    """(out, lse) with the rows of split units filled in, in place, where no tile has more than 64 rows."""
+    ctas = min(steps_of(cfg, cfg.few_rows), MOST_CTAS)
 
     def kernel(info, cta, *refs):
         is_split, piece, head, parts = split_unit(cfg, info, cta, lax.axis_index("cut"))
@@ -48,21 +47,21 @@ def steps_of(cfg, nrows):
     return cdiv(nrows * cfg.v_head_dim, STEP)
 
 
-def merge_few_rows(cfg, refs, piece, head, ctas, number, in_flight: int = PARTS_IN_FLIGHT):
-    """Numbers STEP * number .. of the rows of a unit that is split over `ctas`, the first and the last: merges them.
+def merge_few_rows(cfg, refs, piece, head, holders, number):
+    """Merges numbers STEP * number .. of the rows of a unit. holders: the first and the last worker that has a part.
 
     refs: per_head, part, part_lse, out, lse in GMEM. piece: function, column of info -> its value for the tile.
     """
     per_head, part, part_lse, out, lse = refs
-    (first, last), kind = ctas, dict(dim=cfg.v_head_dim)
+    (first, last), kind = holders, dict(dim=cfg.v_head_dim)
     where = (number * STEP, piece(wl.NROWS))
 
     def step(t, state):
-        return add_parts(part, part_lse, first + t * in_flight, first, last, *where, state, in_flight, **kind)
+        return add_parts(part, part_lse, first + t * PARTS_IN_FLIGHT, first, last, *where, state, **kind)
 
     zeros = plgpu.layout_cast(jnp.zeros((STEP,), jnp.float32), _ACC)
     start = [plgpu.layout_cast(jnp.full((THREADS,), x, jnp.float32), _ONE) for x in (M_START, 0.0)]
-    count = lax.div(last - first + in_flight, jnp.int32(in_flight))
+    count = lax.div(last - first + PARTS_IN_FLIGHT, jnp.int32(PARTS_IN_FLIGHT))
     state = lax.fori_loop(0, count, step, (zeros, *start))
     place = (piece(wl.TOK0), head * cfg.group, piece(wl.ROW0))
     kind |= dict(group=cfg.group, heads=cfg.num_heads, has_sinks=cfg.has_sinks, dtype=cfg.result_dtype)
@@ -76,8 +75,8 @@ def _row_and_column(element, dim: int):
     return row, ptx.mul(arith.subi(chunk, ptx.mul(row, dim // EACH)), EACH)
 
 
-def add_parts(part_ref, lse_ref, part, first, last, element, nrows, state, in_flight: int, *, dim: int):
-    """(acc, maximum, sum) after the parts of CTAs `part` .. part + in_flight - 1, those after `last` left out."""
+def add_parts(part_ref, lse_ref, part, first, last, element, nrows, state, *, dim: int):
+    """(acc, maximum, sum) after PARTS_IN_FLIGHT parts, from worker `part` on; there is none after `last`."""
     shapes = [
         plgpu.ShapeDtypeStruct((size,), jnp.float32, kind)
         for size, kind in ((STEP, _ACC), (THREADS, _ONE), (THREADS, _ONE))
@@ -93,10 +92,10 @@ def add_parts(part_ref, lse_ref, part, first, last, element, nrows, state, in_fl
         sums = [rows.pair_element(acc.registers.item(), k) for k in range(EACH)]
         m, s = (rows.register_value(x.registers.item()) for x in (top, total))
         loaded = []
-        for k in range(in_flight):
-            cta = ptx.add(part, ptx.i32(k))
-            wanted = ptx.bool_to_i32(arith.andi(exists, ptx.less(cta, ptx.add(last, ptx.i32(1)))))
-            slot = ptx.add(ptx.mul(cta, 2), ptx.bool_to_i32(ptx.equal(cta, first)))
+        for k in range(PARTS_IN_FLIGHT):
+            holder = ptx.add(part, ptx.i32(k))
+            wanted = ptx.bool_to_i32(arith.andi(exists, ptx.less(holder, ptx.add(last, ptx.i32(1)))))
+            slot = ptx.add(ptx.mul(holder, 2), ptx.bool_to_i32(ptx.equal(holder, first)))
             at = ptx.to_i64(ptx.add(ptx.mul(slot, wl.TILE_ROWS), row))
             text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.f32 $0, [$1]; }"
             lse = ptx.asm_value(text, "=&f,l,r", arith.addi(lse_base, arith.muli(at, ptx.i64(4))), wanted)

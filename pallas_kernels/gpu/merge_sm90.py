@@ -18,11 +18,10 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 
-PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
 COLUMNS = 32  # at most so many columns of the output are merged at a time
-LONG_PARTS_IN_FLIGHT = 4
-"""The same for a kernel with long tiles, whose units have few parts, of many rows. With 8 a thread has 179 registers
-and a multiprocessor holds 2 of 8 CTAs: a launch that finds nothing to merge takes four waves, 3.7 us on an H200."""
+PARTS_IN_FLIGHT = 4
+"""Parts that are loaded at the same time. With 8 a thread has 179 registers and a multiprocessor holds 2 of 8 CTAs: a
+launch that finds nothing to merge takes four waves, 3.7 us on an H200."""
 
 
 def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, out_ref, lse_ref):
@@ -51,7 +50,7 @@ def split_unit(cfg, info, cta, me):
     return unit >= 0, lambda number: info[tile, number], head, (first, last)
 
 
-def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight=PARTS_IN_FLIGHT):
+def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight):
     """64 rows of a tile from row `skipped` on, and `width` columns from `column` on, of a unit split over `ctas`.
 
     refs: per_head, part, part_lse, out, lse in GMEM. piece: function, column of info -> its value for the tile.
@@ -101,8 +100,7 @@ def merge_parts(
     None: as many as suit the kernel.
     """
     width = math.gcd(cfg.v_head_dim, COLUMNS)
-    if in_flight is None:
-        in_flight = LONG_PARTS_IN_FLIGHT if cfg.long_tiles else PARTS_IN_FLIGHT
+    in_flight = in_flight or PARTS_IN_FLIGHT
     if chunks is None:
         chunks = 2 if cfg.long_tiles and cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
 

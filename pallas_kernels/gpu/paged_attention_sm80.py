@@ -10,6 +10,7 @@ config_sm80.CHIPS lists the chips. The kernel has run on sm_90 (an H200); for th
             wide_tile                           wide_sm80.py: more rows; each warp computes other rows
             blank_tile                          padding tokens, more rows than those of any request
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
+      merge_few_parts                     merge_few_sm90.py: the same, where no tile is long
 
 The arguments, the work list, the algebra and the merge are those of paged_attention_sm90.py.
 """

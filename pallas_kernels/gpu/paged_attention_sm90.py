@@ -58,7 +58,7 @@ from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
 CONVERTING = (200, 32, 80)  # the same and of one that converts tiles: at most 128 * 4
 REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles: the fourth loads scales
-REGISTERS_PIPELINES = (208, 48, 48)  # two of each
+REGISTERS_PIPELINES = (208, 48, 48)  # two warpgroups compute, two load: the second number is theirs
 
 
 def ragged_paged_attention(
@@ -88,6 +88,10 @@ def ragged_paged_attention(
     padding tokens included, gives (0, -inf).
     """
     _check(q, k_pages, v_pages, block_table, config, alibi_slopes, sinks, (k_token_scale, v_token_scale), qq_bias)
+    if work.cta.shape[0] != config.workers:
+        raise ValueError(
+            f"the work list of another config: it is for {work.cta.shape[0]} workers, not {config.workers}"
+        )
     heads, kv_heads = config.num_heads, config.num_kv_heads
     per_head = None
     if alibi_slopes is not None or sinks is not None or qq_bias is not None:
@@ -139,11 +143,11 @@ def _check(q, k_pages, v_pages, block_table, config: GpuKernelConfig, alibi_slop
 def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales, counters):
     """(out [T, H, V], lse f32[T, H], partial outputs, partial lse in base 2).
 
-    scales f32[K, 2], per_head f32[H, 2]: see Refs. token_scales: the two pools of scales, or (). counters: i32[CTAs] of
-    zeros, or None; with them the launch merges the partial outputs itself.
+    scales f32[K, 2], per_head f32[H, 2]: see Refs. token_scales: the two pools of scales, or (). counters: i32[workers]
+    or more zeros, or None; with them the launch merges the partial outputs itself.
     """
     num_tokens, num_heads, _ = q.shape
-    v_dim, slots = config.v_head_dim, 2 * config.workers
+    v_dim, slots = config.v_head_dim, 1 if config.whole_units else 2 * config.workers
     out_type = [
         jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), jnp.dtype(config.result_dtype)),
         jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),

@@ -58,7 +58,7 @@ class Refs:
     compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
-    pipeline: object = None  # which pipeline of the CTA this warpgroup belongs to; None: the CTA is one
+    pipeline: object = None  # which pipeline of the CTA this warpgroup belongs to; None: the CTA has one
 
 
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info
@@ -93,7 +93,10 @@ def worker(cfg, refs):
 
 
 def place_in_ring(cfg: GpuKernelConfig, refs: Refs, number, size: int):
-    """Where number `number` of a pipeline's blocks (or pieces) is among `size` stages (or buffers) of the CTA."""
+    """The stage (or buffer) of a pipeline's block (or piece) `number`, of `size` in the CTA.
+
+    Each pipeline has a ring of size / pipelines of them.
+    """
     own = size // cfg.pipelines
     place = lax.rem(number, jnp.int32(own))
     return place if cfg.pipelines == 1 else place + refs.pipeline * own
@@ -105,6 +108,7 @@ def stage_of(cfg: GpuKernelConfig, refs: Refs, block_number):
 
 
 def _query_buffer(cfg, refs, j):
+    """The buffer of the queries of this pipeline's piece j."""
     return place_in_ring(cfg, refs, j, cfg.q_buffers * cfg.pipelines)
 
 
@@ -262,7 +266,7 @@ def load_scales(cfg: GpuKernelConfig, refs: Refs):
 
         return lax.fori_loop(0, piece.count, load_block, (block_number, scales_of(0, ids_of(0)), ids_of(1)))[0]
 
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), load_piece, jnp.int32(0))
+    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), load_piece, jnp.int32(0))
 
 
 def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
@@ -336,7 +340,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
         lax.fori_loop(0, count, step, start)
         return blocks_before + count
 
-    lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), convert_piece, jnp.int32(0))
+    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), convert_piece, jnp.int32(0))
 
 
 def zero_unseen_values(cfg: GpuKernelConfig, tile, piece: Piece, kv0, half=None):

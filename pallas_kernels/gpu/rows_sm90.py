@@ -196,7 +196,7 @@ def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column, *, stri
 
 
 def end_reads():
-    """Before an arrival that lets TMA overwrite a stage: this thread's loads from it have returned.
+    """Call before an arrival that lets TMA overwrite a stage that this thread read: its loads complete first.
 
     An arrival alone orders the accesses of threads, not those of TMA: a load that was begun before it may return what
     TMA writes after it. wgmma, which is waited for, needs no such fence.

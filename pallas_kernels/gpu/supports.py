@@ -39,7 +39,8 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     )
     refuse(c.cap_fourths not in range(5), f"cap_fourths {c.cap_fourths}: wanted 0 to 4")
     refuse(c.cap_fourths > 0 and not c.logits.soft_cap, f"cap_fourths {c.cap_fourths}: wanted a soft cap")
-    refuse(c.cap_fourths > 0 and c.narrow_rows > 0, "cap_fourths with narrow_rows: wanted one of them")
+    for name in ("cap_fourths", "fixed_max"):
+        refuse(bool(getattr(c, name)) and narrow > 0, f"{name} with narrow_rows: wanted one of them")
     refuse(c.compute_dtype not in (None, FP8), f"compute_dtype {c.compute_dtype}: wanted {FP8}")
     if c.compute_dtype is not None:
         refuse(c.kv_dtype != FP8, f"compute_dtype {c.compute_dtype} with a {c.kv_dtype} cache: wanted {FP8}")

@@ -4,7 +4,7 @@ A policy is a pure function TileRequest -> {field of GpuKernelConfig: value}; PO
 policy that names a field decides it, and what the caller gave is decided before. To add a policy, write such a function
 and put it in POLICIES before the one that it overrides.
 
-Figures are microseconds on an H200; docs/notebook/nvidia_h200.md has the runs.
+Figures are microseconds, on an H200 unless another card is named; docs/notebook/nvidia_h200.md has the runs.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ NARROW_TILES = True
 """Decode by narrow_sm90.py: dec_16x32k_fp8 takes 267 us, with tiles of 64 rows 441; on an H100 32 requests of 600 keys
 in bfloat16 32.9 and 37.7, long ones up to 1 % less."""
 
-NARROW_ROWS, NARROW_ROWS_8BIT = 8, 16
+NARROW_ROWS_16BIT, NARROW_ROWS_8BIT = 8, 16
 """Requests of at most so many rows have narrow tiles. Of 16 rows in 16 bits they take 2 % longer than wgmma's."""
 
 UNITS_PER_CTA = 3
@@ -53,7 +53,7 @@ with 0, 239 with 1, 247 with 2."""
 
 WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
 """A unit of at most so many keys is not cut: 8 decodes of 600 keys take 11.2, cut 15.1; pre_1x1k takes 23.9, with a
-launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows have blocks of 64 keys."""
+launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows that are not narrow have blocks of 64 keys."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def default_config(
 
 @functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
 def _chosen(policies: tuple[Callable, ...], batch: tuple, fields: tuple[tuple[str, Any], ...]) -> GpuKernelConfig:
-    (rows, keys, requests, card) = batch
+    rows, keys, requests, card = batch
     config, decided = GpuKernelConfig(**dict(fields)), frozenset(name for name, _ in fields)
     for policy in policies:
         chosen = policy(TileRequest(config, rows, decided, keys, requests, card))
@@ -118,8 +118,8 @@ def _is_few(request: TileRequest) -> bool:
 
 
 def _is_narrow(request: TileRequest) -> bool:
-    """Has it tiles of narrow_sm90.py, if they fit?"""
-    most = NARROW_ROWS_8BIT if request.config.kv_dtype in KV_DTYPES_8BIT else NARROW_ROWS
+    """Are its rows few enough for narrow tiles?"""
+    most = NARROW_ROWS_8BIT if request.config.kv_dtype in KV_DTYPES_8BIT else NARROW_ROWS_16BIT
     few = request.rows is not None and request.rows <= most
     return NARROW_TILES and few and request.config.compute_dtype is None
 
@@ -132,11 +132,18 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     few = _is_few(request)
     chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
     if _is_narrow(request):
-        narrow = dataclasses.replace(config, narrow_rows=8 if rows <= 8 else 16)
-        some = not config.quantised and 0 < _units(request) < config.num_ctas
-        if _stages_that_fit(narrow, 128, most=4) >= (1 if some else 2):
+        narrow = _with(request, long_tiles=False, narrow_rows=8 if rows <= 8 else 16, block_kv=128)
+        few_units = not config.quantised and 0 < _units(request) < config.num_ctas  # then one stage is enough
+        stages = _stages_that_fit(narrow, 128, most=4)
+        if stages >= (1 if few_units else 2) and not supports(_with(request, narrow, stages=stages)):
             chosen["narrow_rows"] = narrow.narrow_rows
     return chosen
+
+
+def _with(request: TileRequest, config: GpuKernelConfig | None = None, **fields) -> GpuKernelConfig:
+    """The request's config, or this one, with those of the fields that are not decided yet."""
+    own = {name: value for name, value in fields.items() if name not in request.decided}
+    return dataclasses.replace(config or request.config, **own)
 
 
 def two_pipelines(request: TileRequest) -> dict[str, Any]:
@@ -148,17 +155,22 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
         many = keys != request.keys or request.requests >= MANY_REQUESTS
         useful = many and keys is not None and keys <= PIPELINE_KEYS
     else:
-        narrow_heads = config.head_dim <= 128 or (keys is not None and keys <= SMALL_BLOCK_KEYS)
-        useful = narrow_heads and _units(request) >= UNITS_PER_CTA * config.num_ctas
+        useful = _units(request) >= UNITS_PER_CTA * config.num_ctas and _can_be_counted(request, keys)
+        useful = useful and (config.head_dim <= 128 or (keys or 0) <= SMALL_BLOCK_KEYS)
     if not useful:
         return {}
     narrow = (8 if (request.rows or 0) <= 8 else 16) if _is_narrow(request) else 0
-    two = dataclasses.replace(config, pipelines=2, block_kv=64, narrow_rows=narrow)
+    two = _with(request, pipelines=2, block_kv=64, narrow_rows=narrow)
     stages = _stages_that_fit(two, 64, most=2 * PIPELINE_STAGES) // 2 * 2
-    if supports(dataclasses.replace(two, stages=stages)):
+    if supports(_with(request, two, stages=stages)):
         return {}
     chosen: dict[str, Any] = dict(pipelines=2, block_kv=64, stages=stages, narrow_rows=narrow)
     return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS}
+
+
+def _can_be_counted(request: TileRequest, keys: int | None) -> bool:
+    """Do blocks of 64 keys times workers fit in 32 bits, as the work list multiplies them?"""
+    return keys is not None and _units(request) * -(-keys // 64) * 2 * request.config.num_ctas < 2**31
 
 
 def _units(request: TileRequest) -> int:
@@ -180,9 +192,9 @@ def _most_keys(request: TileRequest) -> int | None:
 def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
     """Blocks and cuts where each unit has few keys, by the lengths' bound or by a window.
 
-    No unit is cut, so no launch merges parts. Of one warpgroup's rows keys are read in blocks of 64, which both
-    warpgroups begin sooner: dec_1x300 takes 8.2, with blocks of 128 keys 9.2, and 11.2 with the launch that merges;
-    512 decodes of 50 to 800 keys take 277 instead of 288.
+    No unit is cut, so no launch merges parts. Of one warpgroup's rows, if they are not narrow, keys are read in blocks
+    of 64, which both warpgroups begin sooner: one request of 300 keys takes 8.2, with blocks of 128 keys 9.2, and 11.2
+    with the launch that merges.
     """
     config, most, few = request.config, _most_keys(request), _is_few(request)
     if most is None:

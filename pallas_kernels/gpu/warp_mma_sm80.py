@@ -326,7 +326,7 @@ def merge_and_store(
     scratch_ref, stats_ref, refs, part, scale, sink_column, where,
     *, n, dim, q_dim, q_dtype, group, heads, has_sinks, out_dtype, warps=8, line=0,
 ):  # fmt: skip
-    """After put_state: warp w of the CTA merges row `line` * warps + w of rows 8n .. 8n+7 and writes it.
+    """After put_state: of rows 8n .. 8n+7, warp w of the `warps` that share them merges row `line` * warps + w.
 
     part: (is it a part of a unit, its slot); where: (tok0, head0, row0, nrows, wg); scale: of values. A part is written
     as f32 with a base-2 lse and without the sink; a whole unit in its final dtype with a natural lse and the sink.

@@ -21,13 +21,14 @@ The ranked list, for any batch:
    one part.
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
-Its waves are the tiles of padding tokens: of one block each, they would else all be on the line of one CTA, which takes
-2 us for each. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
+Its waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
+at 2 us each. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
 config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
 unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
-(0, -inf). In a flat list the first tiles are the ghost's, of which the first have rows; then each request has one.
+(0, -inf). A flat list begins with the ghost's tiles, as many as if all tokens were padding; those past the
+padding have no rows. Then each request has one tile.
 
     info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
     cta   i32[C, 16]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
@@ -61,7 +62,8 @@ JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
 """Columns of cta, see the module's docstring; JOIN is the first of three."""
 
 TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most
-SHORT_ROWS = WARPGROUP_ROWS  # a tile of at most this many rows is computed by both warpgroups, each on half of the keys
+SHORT_ROWS = WARPGROUP_ROWS
+"""A tile of at most this many rows is computed by both warpgroups, each on half of the keys, or by its pipeline's."""
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
 UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
 CUTS_COST = 22  # what cutting costs at least, like UNIT_COST: a second piece on each CTA, and parts to merge
@@ -243,7 +245,7 @@ def _ghost_waves(units, ctas: int):
 
 
 def _cut_line(nblk, ghosts: int, config):
-    """cta: the units after those of `ghosts` tiles, end to end, cut at equal numbers of blocks.
+    """The array cta: all units but those of the first `ghosts` tiles, end to end, cut at equal numbers of blocks.
 
     CTA c begins at block c * total // C.
     """
@@ -395,7 +397,7 @@ def _equal_parts(each, ends, ctas):
 def _kinds(info, cost):
     """(share of the cost in requests of few rows, number of key tokens of the other requests)."""
     first, rows = info[:, ROW0] == 0, info[:, NROWS]
-    few = first & (rows > 0) & (rows <= SHORT_ROWS)
+    few = first & (rows > 0) & (rows <= SHORT_ROWS)  # with two pipelines, the first tile of each prompt too
     share = jnp.sum(jnp.where(few, cost, 0)) / jnp.maximum(jnp.sum(cost), 1)
     return share, jnp.sum(jnp.where(first & (rows > SHORT_ROWS), info[:, SEQ], 0))
 

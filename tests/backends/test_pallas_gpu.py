@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn.backends import Feature, gpu_kernel, resolve
+from jattn.backends import Feature, gpu_kernel, gpu_plan, pallas_gpu, resolve
 from jattn.backends.split import Halves
 from jattn.device import Chip
 from pallas_kernels.gpu import paged_attention_sm90
@@ -133,6 +133,31 @@ def test_a_prefix_beside_a_window_has_a_launch_of_its_own(query_lens):
     spec = jattn.AttentionSpec(**LAYER, sliding_window=4, use_rswa=True, has_sinks=True)
     reach = dict(rswa_prefix_lens=[3] * len(query_lens))
     assert lower(spec, jattn.KVCacheSpec(**POOL), query_lens, reach=reach, sinks=(8,)) == 4
+
+
+@pytest.mark.parametrize("query_lens", [[30], [3] * 4, [1] * 4], ids=["prompt", "12 rows", "decode"])
+def test_each_launch_of_rswa_has_the_list_of_its_config(query_lens, monkeypatch):
+    """The prefix's list was of the window's blocks: keys past the prefix were seen, and tiles were left out."""
+    listed, launched = [], []
+    build, launch = gpu_plan.build_work_list, pallas_gpu.ragged_paged_attention
+    part = lambda c: (c.block_kv, c.workers, c.tile_rows, c.flat_list, c.long_tiles, c.whole_units, c.mask)
+    monkeypatch.setattr(gpu_plan, "build_work_list", lambda *a, **k: (listed.append(part(a[3])), build(*a, **k))[1])
+    monkeypatch.setattr(
+        pallas_gpu, "ragged_paged_attention", lambda *a, **k: (launched.append(part(a[5])), launch(*a, **k))[1]
+    )
+    spec = jattn.AttentionSpec(**LAYER, sliding_window=127, use_rswa=True)
+    lower(spec, jattn.KVCacheSpec(**POOL), query_lens, reach=dict(rswa_prefix_lens=[3] * len(query_lens)))
+    assert len(listed) == 2 and sorted(map(repr, listed)) == sorted(map(repr, launched))
+
+
+def test_an_invariant_layer_has_the_same_tiles_whatever_its_batch_is():
+    spec = jattn.AttentionSpec(**LAYER, sliding_window=127)
+    table = [[0, 1, 2], [3, 4, 5]]
+    of = lambda causal: jattn.CommonAttentionMetadata.from_lengths([1, 33], [40, 40], table, 16, causal=causal)
+    cache = jattn.KVCacheSpec(**POOL)
+    configs = [gpu_kernel.kernel_config(spec, cache, "bfloat16", of(c), invariant=True) for c in (True, [True, False])]
+    tiles = {(c.block_kv, c.stages, c.tile_rows, c.pipelines, c.narrow_rows, c.long_tiles) for c in configs}
+    assert len(tiles) == 1
 
 
 def test_a_quantised_decode_with_scales_of_each_head_and_causality_of_each_request_lowers():

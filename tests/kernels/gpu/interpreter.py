@@ -21,6 +21,7 @@ from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 
 from jattn.ops import quantised
+from pallas_kernels.gpu.merge_few_sm90 import PARTS_IN_FLIGHT
 
 _COPIES = {}  # of each CTA: groups of copies (where to, array) that are not waited for; the last group is open
 _LOCK = threading.Lock()  # a function of inline PTX reads and writes its Refs as one step
@@ -389,7 +390,7 @@ def _numbers_of_threads(closure, element, nrows):
 def _add_parts(closure, parts, lses, part, first, last, element, nrows, acc, top, total):
     acc, top, total = acc.reshape(128, 4).copy(), top.copy(), total.copy()
     for thread, row, column in _numbers_of_threads(closure, element, nrows):
-        for cta in range(int(part), min(int(part) + closure["in_flight"], int(last) + 1)):
+        for cta in range(int(part), min(int(part) + PARTS_IN_FLIGHT, int(last) + 1)):
             slot = 2 * cta + (cta == first)
             new = np.maximum(top[thread], lses[slot, row])
             a, b = np.exp2(top[thread] - new), np.exp2(lses[slot, row] - new)

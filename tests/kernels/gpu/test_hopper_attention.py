@@ -58,6 +58,10 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
         TWO_TOKENS, TWO | dict(mask=MaskRule(causal=False, mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
         dict(causal=False, mask_fn=lambda h, q, k: (q + k + h) % 3 != 0),
     ),
+    "score_fn": (
+        TWO_TOKENS, TWO | dict(logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
+        dict(score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q)),
+    ),
     "float32 output": (DECODES, TWO | dict(out_dtype="float32"), {}),
     "mixed": (MIXED, ONE, {}),
     "mixed, two pipelines": (MIXED, TWO, {}),

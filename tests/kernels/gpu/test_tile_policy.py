@@ -20,11 +20,11 @@ OTHERS = [dict(FEW, page_size=16), dict(FEW, rows=17), dict(FEW, rows=None), dic
 
 
 def page_sized_blocks(request: TileRequest) -> dict:
-    """bfloat16 decode over pages of 64: a block is a page, in 4 stages, and 64 rows are multiplied."""
+    """bfloat16 decode over pages of 64: a block is a page, in 4 stages."""
     config, rows = request.config, request.rows
     if rows is None or rows > 16 or config.kv_dtype != "bfloat16" or config.page_size != 64:
         return {}
-    return {"block_kv": 64, "stages": 4, "narrow_rows": 0}
+    return {"block_kv": 64, "stages": 4}
 
 
 @pytest.fixture
@@ -147,16 +147,18 @@ def test_units_of_few_keys_are_not_cut(fields, whole, block_kv):
 @pytest.mark.parametrize(
     ("fields", "pipelines", "narrow", "whole"),
     [
-        (dict(rows=4, requests=49), 1, 8, False),  # 392 units
-        (dict(rows=4, requests=50), 2, 8, False),
+        (dict(rows=4, requests=49, keys=4096), 1, 8, False),  # 392 units
+        (dict(rows=4, requests=50, keys=4096), 2, 8, False),
+        (dict(rows=4, requests=50), 1, 8, False),
+        (dict(rows=4, requests=1024, keys=65536), 1, 8, False),  # 32 bits do not hold blocks times workers
         (dict(rows=4, requests=50, keys=321), 2, 8, False),
         (dict(rows=4, requests=50, keys=320), 2, 8, True),
-        (dict(rows=9, requests=50), 2, 0, False),
-        (dict(rows=9, requests=50, kv_dtype="int8"), 2, 16, False),
-        (dict(rows=17, requests=50, kv_dtype="int8"), 1, 0, False),
-        (dict(rows=4, requests=50, kv_dtype="int8", token_scales=True), 1, 8, False),
-        (dict(rows=4, requests=50, pipelines=1), 1, 8, False),
-        (dict(rows=4, requests=50, head_dim=256, v_head_dim=256), 1, 0, False),
+        (dict(rows=9, requests=50, keys=4096), 2, 0, False),
+        (dict(rows=9, requests=50, keys=4096, kv_dtype="int8"), 2, 16, False),
+        (dict(rows=17, requests=50, keys=4096, kv_dtype="int8"), 1, 0, False),
+        (dict(rows=4, requests=50, keys=4096, kv_dtype="int8", token_scales=True), 1, 8, False),
+        (dict(rows=4, requests=50, keys=4096, pipelines=1), 1, 8, False),
+        (dict(rows=4, requests=50, keys=4096, head_dim=256, v_head_dim=256), 1, 0, False),
         (dict(rows=4, requests=50, keys=896, head_dim=256, v_head_dim=256), 2, 8, False),
         (dict(rows=4, requests=16, head_dim=256, v_head_dim=256), 1, 8, False),
         (dict(rows=200, requests=50, keys=320), 2, 0, True),
@@ -170,6 +172,24 @@ def test_pipelines_where_there_are_many_units_of_few_rows_or_keys(fields, pipeli
     config = default_config(**SHAPE | fields)
     assert (config.pipelines, config.narrow_rows, config.whole_units) == (pipelines, narrow, whole)
     assert not supports(config)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        dict(rows=4, block_kv=64),
+        dict(rows=4, requests=1000, keys=4096, block_kv=128),
+        dict(rows=4, requests=1000, keys=4096, stages=3, head_dim=64, v_head_dim=64),
+        dict(requests=20, keys=200, stages=1),
+        dict(rows=4, requests=1000, keys=4096, kv_dtype="int8", narrow_rows=0),
+        dict(rows=4, requests=1000, keys=200, head_dim=256, v_head_dim=256, narrow_rows=0),
+        dict(rows=4, logits=LogitRule(scale=0.1, soft_cap=30.0), fixed_max=True, cap_fourths=1),
+    ],
+)
+def test_what_the_caller_gives_is_kept_beside_choices_that_fit_it(given):
+    config = default_config(**SHAPE | given)
+    assert not supports(config)
+    assert all(getattr(config, name) == value for name, value in given.items() if hasattr(config, name))
 
 
 def test_keys_come_before_queries_of_one_buffer_in_long_tiles():
