@@ -1,6 +1,5 @@
 """`.ci/run` with stand-ins for make and Python: a step that fails, hangs, is interrupted or cannot run here."""
 
-import functools
 import os
 import re
 import shutil
@@ -29,6 +28,8 @@ case "$*" in
   *explain*) echo "cpu_native  yes" ;;
 esac
 """
+HEEDED = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+"""A shell's background jobs ignore Ctrl-C; a function between fork and exec is no way where JAX has threads."""
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux" or not shutil.which("bash"), reason="CI is a bash script for Linux"),
     pytest.mark.timeout(100),  # what hangs takes 120 s
@@ -56,10 +57,8 @@ class Checkout:
         """how: FAILS, HANGS: the target of make; ABSENT: a package that pip cannot have."""
         env = dict(PATH=f"{self.root}/bin:/usr/bin:/bin", HOME=str(self.root), TMPDIR=str(self.temporary))
         env |= dict(PYTHON=str(self.root / "bin/python"), CXX="cat", PIDS=str(self.pids)) | how
-        command = ["bash", str(self.root / ".ci/run")]
-        heeded = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
-        pipes: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        return subprocess.Popen(command, env=env, preexec_fn=heeded, **pipes)
+        command = [sys.executable, "-c", HEEDED, "bash", str(self.root / ".ci/run")]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def ends(self, process: subprocess.Popen) -> tuple[int, str]:
         """The exit code and the output. Nothing that hangs is left, nor a file."""

@@ -21,7 +21,7 @@ from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 
 from jattn.ops import quantised
-from pallas_kernels.gpu.merge_few_sm90 import PARTS_IN_FLIGHT
+from tests.kernels.gpu.interpreter_parts import PTX_OF_PARTS, flat_rows
 
 _COPIES = {}  # of each CTA: groups of copies (where to, array) that are not waited for; the last group is open
 _LOCK = threading.Lock()  # a function of inline PTX reads and writes its Refs as one step
@@ -168,16 +168,10 @@ def _inline(self, eqn, token, values):
 _OURS = {discharge.run_state_p: _run_state, primitives.wgmma_ref_p: _wgmma, primitives.inline_mgpu_p: _inline}
 
 
-def _flat_rows(closure, tok0, head0, row0, count=64):
-    """(token, head) of the tile's rows."""
-    packed = int(row0) + np.arange(count)
-    return int(tok0) + packed // closure["group"], int(head0) + packed % closure["group"]
-
-
 def _load_rows(closure, source, tile, tok0, head0, row0, nrows, first_chunk):
     chunks, steps = closure["chunks"], closure["steps"] // closure["parts"]
     chunk = int(first_chunk) + np.arange(128 * steps)
-    tokens, heads = _flat_rows(closure, tok0, head0, row0)
+    tokens, heads = flat_rows(closure, tok0, head0, row0)
     for row, column in zip(chunk // chunks, chunk % chunks * 8, strict=True):
         here = slice(column, column + 8)
         tile[row, here] = source[tokens[row], heads[row], here] if row < nrows else 0
@@ -204,7 +198,7 @@ def _add_slope(closure, x, factor, slope, shift):
 
 def _store_rows(closure, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, column):
     n = int(np.clip(nrows, 0, 64))
-    at = tuple(x[:n] for x in _flat_rows(closure, tok0, head0, row0))
+    at = tuple(x[:n] for x in flat_rows(closure, tok0, head0, row0))
     assert not np.isnan(out[:n]).any()
     out_ref[at[0], at[1], int(column) : int(column) + out.shape[1]] = out[:n].astype(out_ref.dtype)
     lse_ref[at] = lse[:n]
@@ -283,7 +277,7 @@ def _warp_rows(array, rows8, width):
 
 def _load_queries(closure, source, tok0, head0, row0, nrows):
     count, dim = 8 * closure["rows8"], closure["dim"]
-    tokens, heads = _flat_rows(closure, tok0, head0, row0, count)
+    tokens, heads = flat_rows(closure, tok0, head0, row0, count)
     out = np.zeros((4, count, dim), source.dtype)
     for i in range(min(count, int(nrows))):
         out[:, i] = source[tokens[i], heads[i]]
@@ -364,56 +358,6 @@ def _put_state(closure, scratch, stats_out, acc, stats, wg):
     stats_out[64 * int(wg) :][:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1).view(stats_out.dtype)
 
 
-def _put_fragment(closure, q_tile, stats, acc, top, total):
-    raw = q_tile.reshape(-1).view(np.uint8)
-    raw[: acc.size * 4] = acc.reshape(-1).view(np.uint8)
-    stats[:128] = np.concatenate([top, total])
-
-
-def _get_fragment(closure, q_tile, stats):
-    shape = (64, closure["dim"])
-    raw = np.ascontiguousarray(q_tile).reshape(-1).view(np.uint8)[: 4 * shape[0] * shape[1]]
-    return raw.view(np.float32).reshape(shape).copy(), stats[:64].copy(), stats[64:128].copy()
-
-
-def _arrive(closure, counters, arrived, index, count):
-    counters[int(index)] += 1
-    arrived[0] = counters[int(index)] == count
-
-
-def _numbers_of_threads(closure, element, nrows):
-    """Of merge_few_sm90.py: (row, first column) of each thread that has a row."""
-    chunk, each = int(element) // 4 + np.arange(128), closure["dim"] // 4
-    return [(i, c // each, c % each * 4) for i, c in enumerate(chunk) if c // each < nrows]
-
-
-def _add_parts(closure, parts, lses, part, first, last, element, nrows, acc, top, total):
-    acc, top, total = acc.reshape(128, 4).copy(), top.copy(), total.copy()
-    for thread, row, column in _numbers_of_threads(closure, element, nrows):
-        for cta in range(int(part), min(int(part) + PARTS_IN_FLIGHT, int(last) + 1)):
-            slot = 2 * cta + (cta == first)
-            new = np.maximum(top[thread], lses[slot, row])
-            a, b = np.exp2(top[thread] - new), np.exp2(lses[slot, row] - new)
-            acc[thread] = acc[thread] * a + parts[slot, row, column : column + 4] * b
-            top[thread], total[thread] = new, total[thread] * a + b
-    return acc.reshape(-1), top, total
-
-
-def _store_merged(closure, per_head, out, lse, element, nrows, tok0, head0, row0, acc, top, total):
-    for thread, row, column in _numbers_of_threads(closure, element, nrows):
-        (token,), (head,) = _flat_rows(closure, tok0, head0, int(row0) + row, 1)
-        m, denominator, value = top[thread], total[thread], acc.reshape(128, 4)[thread]
-        seen = denominator > 0
-        if closure["has_sinks"]:
-            sink = per_head[head, 1] * np.log2(np.e)
-            shift = max(m, sink)
-            value, denominator = value * np.exp2(m - shift), denominator * np.exp2(m - shift) + np.exp2(sink - shift)
-            m = shift
-        out[token, head, column : column + 4] = (value / denominator).astype(out.dtype) if seen else 0
-        if column == 0:
-            lse[token, head] = (m + np.log2(denominator)) / np.log2(np.e) if seen else -np.inf
-
-
 def _merge_and_store(
     closure, scratch, stats, out, lse, part, part_lse, per_head, is_part, slot, scale, tok0, head0, row0, nrows, wg
 ):
@@ -424,7 +368,7 @@ def _merge_and_store(
         row = 8 * closure["n"] + mine
         if row >= nrows:
             continue
-        (token,), (head,) = _flat_rows(closure, tok0, head0, int(row0) + row, 1)
+        (token,), (head,) = flat_rows(closure, tok0, head0, int(row0) + row, 1)
         m = top[:, mine].max()
         weight = np.exp2(top[:, mine] - m)
         denominator, seen = (weight * total[:, mine]).sum(), (weight * total[:, mine]).sum() > 0
@@ -501,7 +445,7 @@ def _store_columns(closure, out, lse, part, part_lse, stats, acc, is_part, slot,
             part[int(slot), row, columns] = value
             part_lse[int(slot), row] = base2
             continue
-        (token,), (head,) = _flat_rows(closure, tok0, head0, int(row0) + row, 1)
+        (token,), (head,) = flat_rows(closure, tok0, head0, int(row0) + row, 1)
         out[token, head, columns] = value.astype(out.dtype)
         lse[token, head] = base2 * np.log(2)
 
@@ -562,7 +506,7 @@ def _store_results(closure, memory, total, wg, strip, tile, split, *gmem):
     part[...] = (sums * factors).astype(out.dtype)
 
 
-PTX = {
+PTX = PTX_OF_PARTS | {
     "decoded_columns": _decoded_columns,
     "scales_of_columns": lambda closure, scales, wg: (scales.astype(np.float32)[64 * int(wg) + _columns_of_rows()],),
     "store_results": _store_results,
@@ -577,11 +521,6 @@ PTX = {
     "read_queries": _read_queries,
     "sync_warpgroup": lambda closure: None,
     "end_reads": lambda closure: None,
-    "put_fragment": _put_fragment,
-    "get_fragment": _get_fragment,
-    "arrive": _arrive,
-    "add_parts": _add_parts,
-    "store_merged": _store_merged,
     "put_queries": _put_queries,
     "start_state": _start_state,
     "keys_times_queries": _keys_times_queries,

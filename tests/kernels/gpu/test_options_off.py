@@ -12,14 +12,14 @@ from benchmarks.gpu import operations
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.shards import ShardRule
-from pallas_kernels.gpu import new_tokens_sm90, queries_sm90, rows_sm90, tiles_sm90, token_scales_sm90
+from pallas_kernels.gpu import narrow_sm90, new_tokens_sm90, queries_sm90, tiles_sm90, token_scales_sm90
 from pallas_kernels.gpu import work_list as wl
 
 SHAPE = "decode_bf16"
 OPTIONS = {  # name -> fields of the config, and the function of the kernels that only this option calls
     "mm_prefix": (dict(mask=MaskRule(causal=True, spans=True)), (wl, "token_range")),
     "qq_bias": (dict(qq_bias=True), (new_tokens_sm90, "bias_of")),
-    "alibi": (dict(logits=LogitRule(scale=0.1, has_alibi=True)), (rows_sm90, "add_slope")),
+    "alibi": (dict(logits=LogitRule(scale=0.1, has_alibi=True)), (narrow_sm90, "gather")),
     "sinks": (dict(has_sinks=True), (tiles_sm90, "value_per_row")),
     "8-bit products": (
         dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), (queries_sm90, "eight_bit_weights"),
