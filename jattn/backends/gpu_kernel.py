@@ -41,7 +41,7 @@ def kernel_config(
 
     invariant: one kernel for every batch, which cuts no unit. Whether pipelines pay depends on the batch.
     """
-    longest = keys = requests = None
+    longest, keys, requests = None, None, 0
     if common is not None and not invariant:
         longest, keys = queries_of(common, spec.attn_type).max_query_len, keys_of(common, spec.attn_type).max_seq_len
         requests = common.seq_lens.shape[0]
@@ -49,7 +49,7 @@ def kernel_config(
     processors = device.processors() if chip == device.detect() else None
     config_of = functools.partial(warp_config, chip=chip.generation or HOPPER.generation, processors=processors)
     if by_wgmma(chip, cache_spec.block_size):
-        config_of = functools.partial(default_config, keys=keys, requests=requests or 0, card=device.card())
+        config_of = functools.partial(default_config, keys=keys, requests=requests, card=device.card())
     units: dict[str, Any] = dict(whole_units=True, pipelines=1) if invariant else {}
     return config_of(
         **units,
@@ -72,12 +72,6 @@ def kernel_config(
         qq_bias=spec.use_qq_bias,
         shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
-
-
-def prefix_spec(spec: AttentionSpec) -> AttentionSpec:
-    """Of the launch over what a row of R-SWA sees before its window."""
-    own = dict(use_rswa=False, has_sinks=False, use_mm_prefix=True, mm_prefix_clamp_sliding_window=False)
-    return dataclasses.replace(spec, **own)
 
 
 def usual_query_dtype(cache_spec: KVCacheSpec) -> str:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jattn.backends import gpu_kernel
 from jattn.backends.base import AttentionMetadataBuilder
 from jattn.backends.capability import Question
+from jattn.backends.rswa import launches_of
 from jattn.errors import UnsupportedError
 from jattn.metadata.attention_type import keys_of, queries_of
 from jattn.metadata.batch import CommonAttentionMetadata
@@ -116,9 +117,10 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         queries, keys = queries_of(common, kind), keys_of(common, kind)
         causal = common.causal_per_request if kind is AttentionType.DECODER else None
         dtype = gpu_kernel.usual_query_dtype(self.cache_spec)
-        config = gpu_kernel.kernel_config(
-            self.spec, self.cache_spec, dtype, common, self.chip, None, self.parallel, self.invariant
+        config_of = lambda spec: gpu_kernel.kernel_config(
+            spec, self.cache_spec, dtype, common, self.chip, None, self.parallel, self.invariant
         )
+        config = config_of(self.spec)
         shard, slots, own = self.parallel.dcp_shard(self.cache_spec), keys.slot_mapping, {}
         if shard is not None:
             slots = shard.slot_mapping(keys, self.cache_spec.block_size)
@@ -132,11 +134,7 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
         if self.spec.use_rswa:
             lens = jnp.asarray(common.rswa_prefix_lens, jnp.int32)
             before = token_ranges(*lengths, rule, causal, spans, lens)
-            of_prefix = gpu_kernel.kernel_config(
-                gpu_kernel.prefix_spec(self.spec), self.cache_spec, dtype, common, self.chip, None, self.parallel,
-                self.invariant,
-            )  # fmt: skip
-            prefix = build_work_list(*lengths, of_prefix, causal, ranges=before)
+            prefix = build_work_list(*lengths, config_of(launches_of(self.spec)[0]), causal, ranges=before)
         work = build_work_list(*lengths, config, causal, **own)
         return PallasGpuMetadata(
             common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard, prefix=prefix

@@ -25,6 +25,7 @@ from jattn.backends.capability import Question
 from jattn.backends.gpu_plan import PallasGpuMetadata, PallasGpuMetadataBuilder, against_levels, against_shards
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.kernel import PagedKernelBackend
+from jattn.backends.rswa import launches_of
 from jattn.backends.sdpa import cache_of_eight_bit_products, without_gradient_if_quantised
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages, write_kv
@@ -123,10 +124,8 @@ def _paged(
 ) -> AttentionState:
     if m.prefix is None:
         return _launch(impl, q, cache, m, params, counters)
-    # R-SWA: what a row sees is a window and, before it, a prefix. Each has a launch, so nothing between them is read.
-    spec = dataclasses.replace(impl.spec, use_rswa=False, has_sinks=False)
-    before = gpu_kernel.prefix_spec(impl.spec)
-    plans = (before, dataclasses.replace(m, work=m.prefix)), (spec, m)
+    before, window = launches_of(impl.spec)
+    plans = (before, dataclasses.replace(m, work=m.prefix)), (window, m)
     parts = [dataclasses.replace(impl, spec=own, out_dtype="float32") for own, _ in plans]
     states = [_launch(part, q, cache, plan, params, None) for part, (_, plan) in zip(parts, plans, strict=True)]
     state = merge(*states)

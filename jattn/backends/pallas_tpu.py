@@ -22,6 +22,7 @@ from jattn.backends.base import AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.capability import Question
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.parallel import ContextParallel
+from jattn.backends.rswa import launches_of
 from jattn.backends.tpu_write import write_pages
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.write import packed_as_pages
@@ -199,10 +200,8 @@ def _paged(impl: PallasTpuImpl, q, cache: PagedKV, m: PallasTpuMetadata, params:
     if m.prefix is None:
         state = _launch(impl, q, cache, m, params)
         return _finished(dataclasses.replace(spec, has_sinks=False), state, impl.out_dtype or q.dtype, params)
-    # R-SWA: what a row sees is a window and, before it, a prefix. Each has a launch, so nothing between them is read.
-    own = dataclasses.replace(spec, use_rswa=False, has_sinks=False)
-    before = dataclasses.replace(own, use_mm_prefix=True, mm_prefix_clamp_sliding_window=False)
-    launches = (before, dataclasses.replace(m, work=m.prefix)), (own, m)
+    before, window = launches_of(spec)
+    launches = (before, dataclasses.replace(m, work=m.prefix)), (window, m)
     parts = [(dataclasses.replace(impl, spec=part, out_dtype="float32"), plan) for part, plan in launches]
     state = merge(*(_launch(part, q, cache, plan, params) for part, plan in parts))
     return _finished(spec, state, impl.out_dtype or q.dtype, params)

@@ -72,6 +72,11 @@ class GpuKernelConfig:
         return self.num_ctas * self.pipelines
 
     @property
+    def has_long_tiles(self) -> bool:
+        """Are there tiles of more rows than one warpgroup takes? Not in a pipeline, which has one that computes."""
+        return self.long_tiles and self.pipelines == 1
+
+    @property
     def few_rows(self) -> int:
         """The most rows of a tile, where none is long."""
         return self.narrow_rows or WARPGROUP_ROWS

@@ -102,7 +102,7 @@ def merge_parts(
     width = math.gcd(cfg.v_head_dim, COLUMNS)
     in_flight = in_flight or PARTS_IN_FLIGHT
     if chunks is None:
-        chunks = 2 if cfg.long_tiles and cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
+        chunks = 2 if cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
 
     halves = 2 if cfg.long_tiles else 1  # of a tile: 64 rows each
     grid = dict(cut=cfg.workers, half=halves, column=cfg.v_head_dim // (width * chunks))

@@ -113,7 +113,7 @@ def ragged_paged_attention(
         out, lse, part, part_lse = _launch(config, *arrays, counters if config.merges_inside else None)
     if config.merges_inside or config.whole_units:
         return out, lse
-    merge = merge_parts if config.long_tiles and config.pipelines == 1 else merge_few_parts
+    merge = merge_parts if config.has_long_tiles else merge_few_parts
     return merge(config, out, lse, part, part_lse, work, per_head)
 
 
@@ -253,8 +253,7 @@ def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
         piece = receive_piece(cfg, refs, j)
         few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
         few_rows = narrow_tile if cfg.narrow_rows else short_tile
-        has_long = cfg.tile_rows > wl.SHORT_ROWS and cfg.long_tiles
-        many_rows = long_tile if has_long else blank_tile  # without long tiles only padding has many rows
+        many_rows = long_tile if cfg.has_long_tiles else blank_tile  # without long tiles only padding has many rows
         when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
         when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
         count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers

@@ -58,7 +58,7 @@ class Refs:
     compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
-    pipeline: object = None  # which pipeline of the CTA this warpgroup belongs to; None: the CTA has one
+    pipeline: object = 0  # which pipeline of the CTA this warpgroup belongs to
 
 
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info

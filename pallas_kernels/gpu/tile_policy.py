@@ -104,7 +104,7 @@ def query_buffers(request: TileRequest) -> dict[str, Any]:
     if config.head_dim > 192:
         return {"q_buffers": 1}
     if config.quantised:  # decoded blocks of 128 keys leave shared memory for one
-        decodes = config.head_dim > 64 and config.compute_dtype is None and not _is_narrow(request)
+        decodes = config.head_dim > 64 and config.compute_dtype is None and not _narrow_rows(request)
         return {"q_buffers": 1} if decodes else {}
     if _stages_that_fit(config, 128, most=2) == 2:
         return {}
@@ -117,26 +117,27 @@ def _is_few(request: TileRequest) -> bool:
     return request.rows is not None and request.rows <= WARPGROUP_ROWS
 
 
-def _is_narrow(request: TileRequest) -> bool:
-    """Are its rows few enough for narrow tiles?"""
+def _narrow_rows(request: TileRequest) -> int:
+    """Rows of a narrow tile, 8 or 16; 0: its rows are not few enough for narrow tiles."""
     most = NARROW_ROWS_8BIT if request.config.kv_dtype in KV_DTYPES_8BIT else NARROW_ROWS_16BIT
-    few = request.rows is not None and request.rows <= most
-    return NARROW_TILES and few and request.config.compute_dtype is None
+    if not NARROW_TILES or request.rows is None or request.rows > most or request.config.compute_dtype is not None:
+        return 0
+    return 8 if request.rows <= 8 else 16
 
 
 def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     """Which bodies the kernel has and which work list it walks, given the rows of a request."""
-    config, rows = request.config, request.rows
-    if rows is None:
+    config = request.config
+    if request.rows is None:
         return {}
     few = _is_few(request)
     chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
-    if _is_narrow(request):
-        narrow = _with(request, long_tiles=False, narrow_rows=8 if rows <= 8 else 16, block_kv=128)
+    if narrow_rows := _narrow_rows(request):
+        narrow = _with(request, long_tiles=False, narrow_rows=narrow_rows, block_kv=128)
         few_units = not config.quantised and 0 < _units(request) < config.num_ctas  # then one stage is enough
         stages = _stages_that_fit(narrow, 128, most=4)
         if stages >= (1 if few_units else 2) and not supports(_with(request, narrow, stages=stages)):
-            chosen["narrow_rows"] = narrow.narrow_rows
+            chosen["narrow_rows"] = narrow_rows
     return chosen
 
 
@@ -159,7 +160,7 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
         useful = useful and (config.head_dim <= 128 or (keys or 0) <= SMALL_BLOCK_KEYS)
     if not useful:
         return {}
-    narrow = (8 if (request.rows or 0) <= 8 else 16) if _is_narrow(request) else 0
+    narrow = _narrow_rows(request)
     two = _with(request, pipelines=2, block_kv=64, narrow_rows=narrow)
     stages = _stages_that_fit(two, 64, most=2 * PIPELINE_STAGES) // 2 * 2
     if supports(_with(request, two, stages=stages)):

@@ -185,7 +185,7 @@ def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
     begins = piece.lo == 0
     first = jnp.where(begins, me, refs.cta[me, wl.FROM])
     last = jnp.where(begins, refs.cta[me, wl.JOIN + 2], refs.cta[me, wl.UNTIL])
-    arrived = refs.arrived.at[0 if cfg.pipelines == 1 else refs.pipeline]
+    arrived = refs.arrived.at[refs.pipeline]
     rows.arrive(refs.counters, arrived, first, last - first + 1)
 
     @when(arrived[0] == 1)

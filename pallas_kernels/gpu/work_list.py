@@ -239,9 +239,13 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
 
 def _ghost_waves(units, ctas: int):
     """i32[C]: how many of the first units, in snake order, each CTA has."""
-    me, (full, rest) = jnp.arange(ctas, dtype=jnp.int32), _divmod(units, ctas)
-    snake = jnp.where(full % 2 == 0, me, ctas - 1 - me)
-    return full + (snake < rest)
+    full, rest = _divmod(units, ctas)
+    return full + (_snake(full, jnp.arange(ctas, dtype=jnp.int32), ctas) < rest)
+
+
+def _snake(wave, me, ctas: int):
+    """The place of a CTA's unit within a wave: from CTA 0 on in even waves, back in odd ones."""
+    return jnp.where(wave % 2 == 0, me, ctas - 1 - me)
 
 
 def _cut_line(nblk, ghosts: int, config):
@@ -366,7 +370,7 @@ def _assign(info, cost, config) -> GpuWorkList:
     joins = [jnp.where(whole, -1, join) if n == 0 else join for n, join in enumerate(_joins(units, blocks))]
     waves = jnp.where(whole, num_units // ctas, waves)
     me = jnp.arange(ctas, dtype=jnp.int32)
-    own = waves * ctas + jnp.where(waves % 2 == 0, me, ctas - 1 - me)  # of the last wave, which may not reach every CTA
+    own = waves * ctas + _snake(waves, me, ctas)  # of the last wave, which may not reach every CTA
     u0 = jnp.where(whole, jnp.minimum(own, num_units), u0)
     u1 = jnp.where(whole, jnp.minimum(own + 1, num_units), u1)
     b0, b1 = (jnp.where(whole, 0, b) for b in (b0, b1))

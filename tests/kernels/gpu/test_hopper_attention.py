@@ -3,18 +3,13 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
-from pallas_kernels.gpu.work_list import build_work_list
-from tests.kernels.gpu.test_warp_attention import DECODES, MIXED, TWO_TOKENS, head_scales, make_batch
-from tests.oracle.attention import ragged
+from tests.kernels.gpu.test_warp_attention import DECODES, MIXED, TWO_TOKENS, compare_config
 
 INTERPRETS = jax.__version_info__ >= (0, 12)
 WHY = "JAX 0.11 wants each warpgroup to have seen every phase of a barrier; its last stages are freed for nobody"
@@ -88,33 +83,10 @@ def config_of(lengths, fields):
 
 
 def compare(lengths, fields, options, pads=5):
-    """Runs the kernel in the interpreter and compares it with the oracle; its output and log-sum-exp."""
-    from tests.kernels.gpu.interpreter import interpreted
-
+    """Compares Hopper's kernel with the oracle."""
     config = config_of(lengths, fields)
     assert not supports(config)
-    args, (starts, seqs), (keys, values), _ = make_batch(lengths, config, pads)
-    options, extra = (
-        dict(options),
-        dict(zip(("k_scale", "v_scale"), map(jnp.asarray, head_scales(config)), strict=True)),
-    )
-    for name, argument in (("sinks", "sinks"), ("slopes", "alibi_slopes")):
-        if name in options:
-            options[name] = np.linspace(-1, 1, config.num_heads) / (1 if name == "sinks" else 50)
-            extra[argument] = jnp.asarray(options[name], jnp.float32)
-    if config.merges_inside:
-        extra["counters"] = jnp.zeros(config.workers, jnp.int32)
-    with interpreted():
-        work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config)
-        out, lse = (np.asarray(x, np.float64) for x in ragged_paged_attention(*args, work, config, **extra))
-    end = starts[-1]
-    queries, options = np.asarray(args[0], np.float64)[:end], {"scale": config.logits.scale} | options
-    want, want_lse = ragged(queries, keys, values, [n for n, _ in lengths], **options)
-    np.testing.assert_allclose(out[:end], want, rtol=2**-8, atol=2e-2 if config.dtype == "bfloat16" else 2e-3)
-    np.testing.assert_allclose(lse[:end], want_lse, atol=1e-4)
-    assert (out[end:] == 0).all() and np.isneginf(lse[end:]).all()
-    assert (out[:end][np.isneginf(want_lse)] == 0).all()
-    return out, lse
+    compare_config(config, lengths, options, pads)
 
 
 @pytest.mark.skipif(not INTERPRETS, reason=WHY)

@@ -164,13 +164,18 @@ def head_scales(config):
 
 
 def compare(lengths, fields, options, pads=5, rows=None):
-    """Runs the kernel in the interpreter and compares it with the oracle."""
-    from tests.kernels.gpu.interpreter import interpreted
-
+    """Compares the warp-level kernel with the oracle."""
     fields = SHAPE | dict(logits=LogitRule(scale=0.1)) | fields
     group = fields["num_heads"] // fields["num_kv_heads"]
     config = warp_config(**fields, rows=rows or group * max(n for n, _ in lengths))
     assert not supports(config)
+    compare_config(config, lengths, options, pads)
+
+
+def compare_config(config, lengths, options, pads=5):
+    """Runs the config's kernel in the interpreter and compares it with the oracle."""
+    from tests.kernels.gpu.interpreter import interpreted
+
     args, (starts, seqs), (keys, values), scale_pools = make_batch(lengths, config, pads)
     scales, names = map(jnp.asarray, head_scales(config)), ("k_scale", "v_scale", "k_token_scale", "v_token_scale")
     options, extra = dict(options), dict(zip(names, (*scales, *scale_pools), strict=True))
@@ -178,6 +183,8 @@ def compare(lengths, fields, options, pads=5, rows=None):
         if name in options:
             options[name] = np.linspace(-1, 1, config.num_heads) / (1 if name == "sinks" else 50)
             extra[argument] = jnp.asarray(options[name], jnp.float32)
+    if config.merges_inside:
+        extra["counters"] = jnp.zeros(config.workers, jnp.int32)
     with interpreted():
         work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config)
         out, lse = (np.asarray(x, np.float64) for x in ragged_paged_attention(*args, work, config, **extra))
