@@ -29,6 +29,7 @@ from jattn.errors.arguments import as_array, boolean, check_kind, integer, kind,
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.attention_type import queries_of
 from jattn.metadata.batch import BATCH
+from jattn.metadata.host import is_traced
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams, MLASpec
 from jattn.ops.state import AttentionState
@@ -195,30 +196,36 @@ def decode_context_parallel(
     local = dataclasses.replace(cache_spec, num_blocks=cache_spec.num_blocks // world)
     parallel = ContextParallel(dcp_axis=axis if world > 1 else None, dcp_world_size=world, interleave=interleave)
     parallel.check_interleave(local)
-    if isinstance(spec, MLASpec):
-        if dtype is not None:
-            raise ValueError(
-                f"dtype={short(dtype)} decides nothing for an MLASpec, whose backends take any; leave it out"
-            )
-        attn = MLAAttention(spec, local, backend, parallel=parallel)
-    else:
-        attn = PagedAttention(spec, local, backend, dtype=dtype, parallel=parallel)
-    replicated, pools = PartitionSpec(), PartitionSpec(axis)
+    if isinstance(spec, MLASpec) and dtype is not None:
+        raise ValueError(f"dtype={short(dtype)} decides nothing for an MLASpec, whose backends take any; leave it out")
 
-    def body(q, k, v, cache, meta, params):
-        cache, state = attn(q, k, v, dataclasses.replace(cache, spec=local), attn.build(meta), params)
-        return dataclasses.replace(cache, spec=cache_spec), state
+    def mapped_with(parallel: ContextParallel) -> Callable:
+        attn: Any
+        if isinstance(spec, MLASpec):
+            attn = MLAAttention(spec, local, backend, parallel=parallel)
+        else:
+            attn = PagedAttention(spec, local, backend, dtype=dtype, parallel=parallel)
 
-    specs = (replicated, replicated, replicated, pools, replicated, replicated)
-    mapped = _jitted(donate)(
-        jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, replicated), check_vma=False)
-    )
+        def body(q, k, v, cache, meta, params):
+            cache, state = attn(q, k, v, dataclasses.replace(cache, spec=local), attn.build(meta), params)
+            return dataclasses.replace(cache, spec=cache_spec), state
+
+        replicated, pools = PartitionSpec(), PartitionSpec(axis)
+        specs = (replicated, replicated, replicated, pools, replicated, replicated)
+        on_ranks = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(pools, replicated), check_vma=False)
+        return _jitted(donate)(on_ranks)
+
+    # In a program of the caller's, XLA tells the ranks one another's addresses once for all layers of a batch.
+    mapped = mapped_with(parallel)
+    one_memory = world == mesh.size > 1 and device.are_peers(tuple(mesh.devices.flat))
+    in_program = mapped_with(dataclasses.replace(parallel, one_memory=True)) if one_memory else mapped
 
     def step(q, k, v, cache, meta: CommonAttentionMetadata, params: AttentionParams | MLAParams | None = None):
         device.check_context("the step divides its arguments")
         names = ("q", "kv_c", "k_pe") if isinstance(spec, MLASpec) else ("q", "k", "v")
         checks.check_cache(cache, cache_spec)
         params = with_arrays(params) if isinstance(params, AttentionParams) else params
-        return mapped(*_arrays(**dict(zip(names, (q, k, v), strict=True))), cache, BATCH("meta", meta), params)
+        run = in_program if is_traced(q) else mapped
+        return run(*_arrays(**dict(zip(names, (q, k, v), strict=True))), cache, BATCH("meta", meta), params)
 
     return step

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jattn.backends import gpu_kernel
 from jattn.backends.base import AttentionMetadataBuilder
 from jattn.backends.capability import Question
+from jattn.backends.gpu_ranks import Peers, peers_of
 from jattn.backends.rswa import launches_of
 from jattn.errors import UnsupportedError
 from jattn.metadata.attention_type import keys_of, queries_of
@@ -54,6 +55,7 @@ class PallasGpuMetadata:
     work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
     shared: tuple["PallasGpuMetadata", ...] = ()  # of a cascade: the plans of the levels before
     shard: KeyShard | None = None  # the keys of this rank, if several have them
+    peers: Peers | None = None  # by which the states of the ranks are merged; None: by collectives
     prefix: GpuWorkList | None = None  # with use_rswa: of the keys that are visible before the window
 
     @property
@@ -121,10 +123,11 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
             spec, self.cache_spec, dtype, common, self.chip, None, self.parallel, self.invariant
         )
         config = config_of(self.spec)
-        shard, slots, own = self.parallel.dcp_shard(self.cache_spec), keys.slot_mapping, {}
+        shard, slots, own, peers = self.parallel.dcp_shard(self.cache_spec), keys.slot_mapping, {}, None
         if shard is not None:
             slots = shard.slot_mapping(keys, self.cache_spec.block_size)
             own = dict(rank=shard.rank, local_lens=shard.local_lens(keys))
+            peers = peers_of(self.spec, queries.num_tokens, self.parallel, self.chip)
         causal = None if causal is None else jnp.asarray(causal)
         lengths = jnp.asarray(queries.query_start_loc), jnp.asarray(keys.seq_lens), queries.num_tokens
         rule, prefix = config.mask, None
@@ -137,5 +140,11 @@ class PallasGpuMetadataBuilder(AttentionMetadataBuilder[PallasGpuMetadata]):
             prefix = build_work_list(*lengths, config_of(launches_of(self.spec)[0]), causal, ranges=before)
         work = build_work_list(*lengths, config, causal, **own)
         return PallasGpuMetadata(
-            common=common, block_table=keys.block_table, slot_mapping=slots, work=work, shard=shard, prefix=prefix
+            common=common,
+            block_table=keys.block_table,
+            slot_mapping=slots,
+            work=work,
+            shard=shard,
+            peers=peers,
+            prefix=prefix,
         )

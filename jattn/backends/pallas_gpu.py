@@ -23,6 +23,7 @@ from jattn.backends import cudnn, cudnn_gradient, gpu_kernel
 from jattn.backends.base import AttentionImpl
 from jattn.backends.capability import Question
 from jattn.backends.gpu_plan import PallasGpuMetadata, PallasGpuMetadataBuilder, against_levels, against_shards
+from jattn.backends.gpu_ranks import merged_by_launch
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.rswa import launches_of
@@ -75,7 +76,11 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
         impl = dataclasses.replace(self, spec=dataclasses.replace(self.spec, has_sinks=False), out_dtype="float32")
         states: Any = [_paged(impl, q, cache, level, params, None) for level in m.shared]
         states += [_paged(impl, q, cache, dataclasses.replace(m, shared=()), params, counters)]
-        state = merged(states, self.parallel.combine)
+        if m.peers is None:
+            state = merged(states, self.parallel.combine)
+        else:
+            dtype = "float32" if self.spec.has_sinks else self.out_dtype or q.dtype.name
+            state: Any = merged_by_launch(self.parallel, dtype, *states, m.peers)
         if self.spec.has_sinks:
             assert params.sinks is not None
             state = with_sinks(state, params.sinks)

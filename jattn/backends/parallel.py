@@ -8,7 +8,7 @@ import jax
 from jax import lax
 
 from jattn.cache import KVCacheSpec
-from jattn.errors.arguments import check_fields, integer, optional, text
+from jattn.errors.arguments import boolean, check_fields, integer, optional, text
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.parallel import cp_lse_ag_out_ar
@@ -25,10 +25,12 @@ class ContextParallel:
     pcp_axis: str | None = None  # mesh axis of pcp; None: off
     pcp_world_size: int = 1  # ranks of that axis
     interleave: int = 1  # consecutive tokens of a request on one rank, before those on the next rank
+    one_memory: bool = False  # dcp's ranks are all devices of the mesh, and a kernel can write to the others' memory
 
     def __post_init__(self):
         counts = ("dcp_world_size", "pcp_world_size", "interleave")
-        check_fields(self, **dict.fromkeys(counts, integer(1)), dcp_axis=optional(text), pcp_axis=optional(text))
+        axes = dict.fromkeys(("dcp_axis", "pcp_axis"), optional(text))
+        check_fields(self, **dict.fromkeys(counts, integer(1)), **axes, one_memory=boolean)
         for kind in ("dcp", "pcp"):
             axis, size = getattr(self, f"{kind}_axis"), getattr(self, f"{kind}_world_size")
             if (axis is None) != (size == 1):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
@@ -185,7 +186,10 @@ class ModelMesh:
     def parallel(self) -> ContextParallel:
         """The part of the mesh that attention itself must know."""
         ranks = self.context_ranks
-        return ContextParallel() if ranks == 1 else ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks)
+        if ranks == 1:
+            return ContextParallel()
+        one_memory = ranks == self.mesh.size and isinstance(self.mesh, Mesh) and device.are_peers(self.devices)
+        return ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks, one_memory=one_memory)
 
     # ------------------------------------------------------------------ caches
     def cache_partition(self, cache_spec: KVCacheSpec) -> PartitionSpec:

@@ -1,10 +1,15 @@
 """`pallas_gpu` with a request's keys on several ranks: its numbers, interpreted, beside a witness; what it refuses."""
 
 import functools
+from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jattn
+from jattn import device, parallel
 from jattn.backends import ContextParallel, Feature, pallas_gpu
 from jattn.device import Chip
 from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
@@ -38,3 +43,45 @@ def test_auto_takes_the_kernel_on_hopper_and_refuses_what_needs_positions():
     )
     with pytest.raises(jattn.UnsupportedError, match="a cascade does not support dcp_world_size > 1"):
         make(layer()).build_cascade((jattn.CommonAttentionMetadata.from_lengths([1], [9], [[1]], 16),))
+
+
+def lowered_layers(in_program: bool, tokens: int = 1, gradient: bool = False) -> str:
+    """The module of three layers whose keys are on two Hopper GPUs of one host."""
+    hopper, mesh = Chip("gpu", "sm_90"), jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    spec = jattn.AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
+    cache_spec = jattn.KVCacheSpec(num_blocks=8, block_size=16, num_kv_heads=2, head_dim=64, layout="HND")
+    meta = jattn.CommonAttentionMetadata.from_lengths([tokens], [2000], [[*range(63)]], 32)
+    with (
+        mock.patch.object(device, "detect", lambda: hopper),
+        mock.patch.object(device, "are_peers", lambda devices: True),
+        mock.patch.object(parallel, "is_traced", lambda q: in_program),
+    ):
+        step = parallel.decode_context_parallel(
+            spec, cache_spec, mesh, "x", backend="pallas_gpu", dtype=jnp.bfloat16, interleave=8
+        )
+
+        def layers(q, k, v, cache):
+            for _ in range(3):
+                cache, state = step(q, k, v, cache, meta)
+                q = (q + state.out).astype(q.dtype)
+            return q.astype(jnp.float32).sum() if gradient else (cache, q)
+
+        shape = jax.ShapeDtypeStruct
+        rows = [shape((tokens, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
+        cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, platform=hopper))
+        check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+        run = jax.jit(jax.grad(layers) if gradient else layers)
+        return jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*rows, cache).mlir_module()
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_layers_of_one_program_merge_in_each_others_memory(gradient):
+    text = lowered_layers(in_program=True, gradient=gradient)
+    assert "merge_ranks" in text and "peer_addresses" in text
+    assert ("stablehlo.all_gather" in text) == gradient  # the gradient's collectives are those of jnp
+
+
+def test_calls_by_themselves_and_many_tokens_merge_by_collectives():
+    """A call of one layer would wait for a barrier of all ranks, and many threads cannot all wait for one another."""
+    for text in (lowered_layers(in_program=False), lowered_layers(in_program=True, tokens=1025)):
+        assert "stablehlo.all_gather" in text and "merge_ranks" not in text and "peer_addresses" not in text

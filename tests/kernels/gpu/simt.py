@@ -52,15 +52,15 @@ class Arith:
     minsi = staticmethod(np.minimum)
     negf = staticmethod(lambda a: -a)
     select = staticmethod(np.where)
-    cmpf = staticmethod(lambda kind, a, b: a > b)
+    cmpf = staticmethod(lambda kind, a, b: kind(a, b))
 
     cmpi = staticmethod(lambda kind, a, b: kind(a, b))
 
     class CmpFPredicate:
-        OGT = ">"
+        OGT, OEQ = np.greater, np.equal
 
     class CmpIPredicate:
-        sge = np.greater_equal
+        sge, ne = np.greater_equal, np.not_equal
 
 
 class Machine:

@@ -1,0 +1,58 @@
+"""The memory of the other ranks (devices of a mesh, in one process), to which a kernel may write.
+
+XLA tells a launch the addresses of arrays on the other ranks if it asks for them, but then has a barrier of all ranks
+before it, which takes 8 us. So one launch a step asks for them and stores them in an array, the table, for the others.
+"""
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+
+
+def table_words(arrays: int, ranks: int) -> int:
+    """i32 numbers of a table: two of each array's address on each rank, then the number of this rank, and a 0."""
+    return 2 * arrays * ranks + 2
+
+
+def tell(refs, table, ranks: int):
+    """One thread stores the table of the arrays `refs` on all ranks."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (len(refs) + 1))
+    def store(ctx, table, *refs):
+        base, own = ptx.pointer(table, 0), ptx.equal(ptx.thread_index(), ptx.i32(0))
+        first = ptx.bool_to_i32(own)
+        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b64 [$0], $2; }"
+        for rank in range(ranks):
+            for i, ref in enumerate(refs):
+                place = arith.addi(base, ptx.i64(8 * (len(refs) * rank + i)))
+                ptx.asm(text, "l,r,l", place, first, ptx.pointer(ctx.to_remote(ref, ptx.i32(rank)), 0))
+        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
+        ptx.asm(text, "l,r,r", arith.addi(base, ptx.i64(8 * len(refs) * ranks)), first, ctx.device_id())
+
+    store(table, *refs)
+
+
+class Table:
+    """A table, inside inline_mgpu of a later launch.
+
+    arrays: this rank's addresses of the arrays that were told.
+    """
+
+    def __init__(self, table, arrays, ranks: int):
+        self._base, self._count = ptx.pointer(table, 0), len(arrays)
+        place = arith.addi(self._base, ptx.i64(8 * self._count * ranks))
+        self.rank = ptx.asm_value("ld.global.b32 $0, [$1];", "=r,l", place)
+        own = arith.addi(self._base, ptx.to_i64(ptx.mul(self.rank, 8 * self._count)))
+        for i, array in enumerate(arrays):  # if XLA has moved it, other ranks would write elsewhere, and all would wait
+            told = _load_address(arith.addi(own, ptx.i64(8 * i)))
+            ptx.asm("{ .reg .pred p; setp.ne.u64 p, $0, $1; @p trap; }", "l,l", array, told)
+
+    def address(self, rank: int, array: int):
+        """The address of an array on a rank."""
+        return _load_address(arith.addi(self._base, ptx.i64(8 * (self._count * rank + array))))
+
+
+def _load_address(place):
+    return ptx.asm("ld.global.b64 $0, [$1];", "=l,l", place, result=ir.IntegerType.get_signless(64))

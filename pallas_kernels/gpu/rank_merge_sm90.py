@@ -1,0 +1,194 @@
+"""The states of several ranks (devices), each of other keys, merged by every rank in one launch.
+
+A state is out f32[T, H, V] and its log-sum-exp f32[T, H]. A thread has a piece, four numbers of a row. It stores them
+and the row's log-sum-exp in the memory of every other rank, each word beside the number of this merge, waits until as
+many words with that number have come from each, and merges in the order of the ranks: all ranks have equal bits.
+
+A word and its number arrive together, because they are one store of 8 bytes, so nothing else tells that it has come.
+Two sets of words take turns. A rank that stores to a set has had all words of the merge before, whose senders had then
+read that set's.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.peer_memory_sm90 import Table, table_words, tell
+
+THREADS = 128
+PIECE = 4  # numbers of a row that a thread has
+MAX_PIECES = 2**16  # threads that wait for one another, with room on every SM beside
+_SETS = 2
+_WORDS = 10  # of a piece that is sent: four numbers and a log-sum-exp, each with the number of the merge
+_PLANES = (0, 4), (4, 4), (8, 2)  # (words of a piece before those that are stored together, so many)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankMerge:
+    """The static sizes of a launch."""
+
+    ranks: int
+    tokens: int
+    heads: int
+    dim: int
+    dtype: str  # of the merged out: float32, bfloat16 or float16
+
+    @property
+    def pieces(self) -> int:
+        return self.tokens * self.heads * self.dim // PIECE
+
+    @property
+    def fits(self) -> bool:
+        """Can all threads of a launch wait at the same time?"""
+        return self.dim % PIECE == 0 and 0 < self.pieces <= MAX_PIECES
+
+
+def exchange(cfg: RankMerge) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `merge_ranks` needs: (received i32, merges so far i32[pieces], table). Call it in shard_map on all ranks.
+
+    Launches write to the first two, which XLA does not know: use them for nothing else.
+    """
+    received = jax.new_ref(jnp.zeros((_SETS * cfg.ranks * cfg.pieces * _WORDS,), jnp.int32))
+    merges = jax.new_ref(jnp.zeros((cfg.pieces,), jnp.int32))
+    mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=1, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out_type = jax.ShapeDtypeStruct((table_words(2, cfg.ranks),), jnp.int32)
+
+    def peer_addresses(received, merges, table):  # the kernel's name in a profile
+        tell((received, merges), table, cfg.ranks)  # XLA then gives both memory that nothing else reads
+
+    call = pl.kernel(peer_addresses, out_type=out_type, mesh=mesh, compiler_params=params, name="peer_addresses")
+    table = call(received, merges)
+    return jax.freeze(received), jax.freeze(merges), table
+
+
+def merge_ranks(cfg: RankMerge, out, lse, peers) -> tuple[jax.Array, jax.Array]:
+    """(out [T, H, V], lse f32[T, H]) of all ranks' keys. out f32[T, H, V], lse f32[T, H]: of this rank's."""
+    mesh = plgpu.Mesh(grid=(pl.cdiv(cfg.pieces, THREADS),), grid_names=("cta",), num_threads=1, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    shape = (cfg.tokens, cfg.heads, cfg.dim)
+    out_type = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.dtype)), jax.ShapeDtypeStruct(shape[:2], jnp.float32)
+
+    def merge_ranks(out, lse, received, merges, table, merged, merged_lse):  # the kernel's name in a profile
+        _merge(cfg, lax.axis_index("cta") * THREADS, out, lse, received, merges, table, merged, merged_lse)
+
+    call = pl.kernel(merge_ranks, out_type=out_type, mesh=mesh, compiler_params=params, name="merge_ranks")
+    return call(out, lse, *peers)
+
+
+def _merge(cfg: RankMerge, first, *refs):
+    @plgpu.inline_mgpu(arg_types=(ptx.SCALAR, *(plgpu.RefType(),) * len(refs)))
+    def merge(ctx, first, out, lse, received, merges, table, merged, merged_lse):
+        out, lse, received, merges, merged, merged_lse = (
+            ptx.pointer(ref, 0) for ref in (out, lse, received, merges, merged, merged_lse)
+        )
+        table = Table(table, (received, merges), cfg.ranks)
+        piece = ptx.add(ptx.scalar_value(first), ptx.thread_index())
+        is_piece = ptx.less(piece, ptx.i32(cfg.pieces))
+        piece = arith.select(is_piece, piece, ptx.i32(0))
+        works = ptx.bool_to_i32(is_piece)
+        row, inside = arith.divui(piece, ptx.i32(cfg.dim // PIECE)), arith.remui(piece, ptx.i32(cfg.dim // PIECE))
+        load = "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];"
+        own = ptx.asm_values(load, "=f,=f,=f,=f,l", 4, _at(out, piece, 16), pure=True)
+        own += [ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", _at(lse, row, 4), pure=True)]
+        number = ptx.add(ptx.asm_value("ld.global.b32 $0, [$1];", "=r,l", _at(merges, piece, 4)), ptx.i32(1))
+        ptx.asm(_IF + "st.global.b32 [$0], $2; }", "l,r,r", _at(merges, piece, 4), works, number)
+        turn = ptx.mul(arith.andi(number, ptx.i32(1)), cfg.ranks)
+        for rank in range(cfg.ranks):
+            sends = arith.muli(works, ptx.bool_to_i32(_differs(table.rank, rank)))
+            _send(cfg, table.address(rank, 0), ptx.add(turn, table.rank), piece, own, number, sends)
+        states = []
+        for rank in range(cfg.ranks):
+            waits = arith.muli(works, ptx.bool_to_i32(_differs(table.rank, rank)))
+            states.append(_receive(cfg, received, ptx.add(turn, ptx.i32(rank)), piece, own, number, waits))
+        numbers, total_lse = _merged(states)
+        _store(cfg.dtype, merged, piece, numbers, works)
+        is_first = arith.muli(works, ptx.bool_to_i32(ptx.equal(inside, ptx.i32(0))))
+        ptx.asm(_IF + "st.global.f32 [$0], $2; }", "l,r,f", _at(merged_lse, row, 4), is_first, total_lse)
+
+    merge(jnp.int32(first), *refs)
+
+
+_IF = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p "
+
+
+def _at(base, number, size: int):
+    return arith.addi(base, arith.muli(ptx.to_i64(number), ptx.i64(size)))
+
+
+def _differs(a, b: int):
+    return arith.cmpi(arith.CmpIPredicate.ne, a, ptx.i32(b))
+
+
+def _places(cfg: RankMerge, base, slot, piece):
+    """Where a piece's words of each plane lie in `received`: [plane, set and rank (slot), piece, words]."""
+    for before, count in _PLANES:
+        plane = arith.addi(base, ptx.i64(4 * before * _SETS * cfg.ranks * cfg.pieces))
+        yield _at(plane, ptx.add(ptx.mul(slot, cfg.pieces), piece), 4 * count)
+
+
+def _send(cfg: RankMerge, base, slot, piece, values, number, sends):
+    """Stores the five values, each beside the number, in a rank's memory."""
+    low, high, last = _places(cfg, base, slot, piece)
+    text = _IF + "st.volatile.global.v4.b32 [$0], {$2, $4, $3, $4}; }"
+    for place, pair in ((low, values[:2]), (high, values[2:4])):
+        ptx.asm(text, "l,r,f,f,r", place, sends, *pair, number)
+    ptx.asm(_IF + "st.volatile.global.v2.b32 [$0], {$2, $3}; }", "l,r,f,r", last, sends, values[4], number)
+
+
+def _receive(cfg: RankMerge, base, slot, piece, own, number, waits):
+    """The five values of a rank, as soon as they are there; `own` for a thread that does not wait."""
+    low, high, last = _places(cfg, base, slot, piece)
+    pair = (
+        "{ .reg .pred p, q; .reg .b32 f, g; mov.f32 $0, $6; mov.f32 $1, $7; setp.eq.u32 p, $5, 0; @p bra DONE;"
+        " AGAIN: ld.volatile.global.v4.b32 {$0, f, $1, g}, [$2];"
+        " setp.ne.u32 p, f, $3; setp.ne.or.u32 q, g, $4, p; @q bra AGAIN; DONE: }"
+    )
+    found = []
+    for place, values in ((low, own[:2]), (high, own[2:4])):
+        found += ptx.asm_values(pair, "=&f,=&f,l,r,r,r,f,f", 2, place, number, number, waits, *values)
+    one = (
+        "{ .reg .pred p; .reg .b32 f; mov.f32 $0, $4; setp.eq.u32 p, $3, 0; @p bra DONE;"
+        " AGAIN: ld.volatile.global.v2.b32 {$0, f}, [$1]; setp.ne.u32 p, f, $2; @p bra AGAIN; DONE: }"
+    )
+    return [*found, ptx.asm_value(one, "=&f,l,r,r,f", last, number, waits, own[4])]
+
+
+def _merged(states):
+    """(the four numbers, the log-sum-exp) of jattn.merge."""
+    infinity, zero = ptx.f32(math.inf), ptx.f32(0.0)
+    is_ = lambda a, b: arith.cmpf(arith.CmpFPredicate.OEQ, a, b)
+    lowest = ptx.f32(-math.inf)
+    lses = [arith.select(is_(lse, infinity), lowest, lse) for *_, lse in states]
+    top = lses[0]
+    for lse in lses[1:]:
+        top = ptx.fmax(top, lse)
+    shift = arith.select(is_(top, lowest), zero, top)
+    weights = [ptx.exp2(arith.mulf(arith.subf(lse, shift), ptx.f32(math.log2(math.e)))) for lse in lses]
+    total = weights[0]
+    for weight in weights[1:]:
+        total = arith.addf(total, weight)
+    nothing = is_(total, zero)
+    safe, numbers = arith.select(nothing, ptx.f32(1.0), total), [zero] * PIECE
+    for weight, (*values, _) in zip(weights, states, strict=True):
+        share, unseen = ptx.divide(weight, safe), is_(weight, zero)
+        terms = [arith.select(unseen, zero, arith.mulf(x, share)) for x in values]
+        numbers = [arith.addf(a, b) for a, b in zip(numbers, terms, strict=True)]
+    lse = arith.addf(shift, arith.mulf(ptx.log2(safe), ptx.f32(math.log(2))))
+    return numbers, arith.select(nothing, lowest, lse)
+
+
+def _store(dtype: str, base, piece, numbers, works):
+    if dtype == "float32":
+        text = _IF + "st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
+        ptx.asm(text, "l,r,f,f,f,f", _at(base, piece, 16), works, *numbers)
+        return
+    words = [ptx.pack_16bit(*numbers[i : i + 2], dtype) for i in (0, 2)]
+    ptx.asm(_IF + "st.global.v2.b32 [$0], {$2, $3}; }", "l,r,r,r", _at(base, piece, 8), works, *words)
