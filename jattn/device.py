@@ -1,5 +1,6 @@
 """The chip for which backends are chosen. Public functions detect it once and pass it on."""
 
+import ctypes
 import dataclasses
 import functools
 import re
@@ -66,6 +67,27 @@ def check_context(what: str) -> None:
             f"jax.set_mesh is on, with the Explicit axes {explicit}, but {what} itself: call it outside, or set a mesh "
             "with axis_types=(jax.sharding.AxisType.Auto, ...)"
         )
+
+
+NVJITLINK = ("libnvJitLink.so.13", "libnvJitLink.so.12")
+
+
+@functools.cache
+def keeps_registers() -> bool:
+    """Do the warpgroups of a GPU kernel have the registers that the kernel gives to each?
+
+    JAX before 0.12 compiles by ptxas. JAX 0.12 takes nvJitLink where that is installed, which compiles as if other
+    programs were to be linked, and ignores `setmaxnreg`: every warpgroup then has the same number.
+    """
+    return jax.__version_info__ < (0, 12) or not any(map(_can_be_loaded, NVJITLINK))
+
+
+def _can_be_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 @functools.cache

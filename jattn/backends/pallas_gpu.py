@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn import device
 from jattn.backends import cudnn, cudnn_gradient, gpu_kernel
 from jattn.backends.base import AttentionImpl
 from jattn.backends.capability import Question
@@ -252,7 +253,10 @@ class PallasGpuBackend(PagedKernelBackend):
     @classmethod
     def kernel_name(cls, chip: Chip, cache_spec: KVCacheSpec | None) -> str:
         if gpu_kernel.by_wgmma(chip, COPY_ROWS if cache_spec is None else cache_spec.block_size):
-            return "Hopper's kernel (TMA and wgmma)"
+            name = "Hopper's kernel (TMA and wgmma)"
+            if chip == device.detect() and not device.keeps_registers():
+                name += "; the warp-level one for prompts of heads above 192 or over 8 bits, as nvJitLink compiles"
+            return name
         lowered = chip.generation or gpu_kernel.HOPPER.generation
         return f"the warp-level kernel (cp.async and mma.sync), lowered for {lowered}"
 

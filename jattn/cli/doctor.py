@@ -11,7 +11,7 @@ from jattn import compile_cache
 from jattn import demo as self_check
 from jattn.cli import screen
 from jattn.cli.command import add_command
-from jattn.device import devices
+from jattn.device import detect, devices, keeps_registers
 from jattn.engine import sizing
 
 EXTRAS = dict(models=("safetensors", "tokenizers", "jinja2", "rich"), serve=("starlette", "uvicorn"), train=("optax",))
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace) -> int:
         *((f"extra {extra}", _extra(extra, packages)) for extra, packages in EXTRAS.items()),
         ("native CPU library", _native()),
         ("compiled programs", _programs()),
+        *((("GPU kernels", _gpu_kernels()),) if detect().platform == "gpu" else ()),
     ]
     screen.table(("", ""), rows, plain="\n".join(f"{name}: {value}" for name, value in rows))
     print()
@@ -62,6 +63,15 @@ def _native() -> str:
         return status.reason
     origin = "prebuilt, from the package" if status.prebuilt else "compiled on this machine"
     return f"{origin}, runs {', '.join(status.isas)} here: {status.path}"
+
+
+def _gpu_kernels() -> str:
+    if keeps_registers():
+        return "compiled with the registers that they ask for"
+    return (
+        f"JAX {jax.__version__} compiles them by nvJitLink, which ignores setmaxnreg: on Hopper prompts take 1.1 times "
+        "as long, 2 times with heads above 192 or an 8-bit cache, decodes as long; pip install 'jattn[hopper]' takes a JAX that compiles by ptxas"
+    )
 
 
 def _programs() -> str:

@@ -1,6 +1,7 @@
 """`pallas_gpu` on a machine without a GPU: what it supports and refuses, and that a step can be lowered for CUDA."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import device
 from jattn.backends import Feature, gpu_kernel, gpu_plan, pallas_gpu, resolve
 from jattn.backends.split import Halves
 from jattn.device import Chip
@@ -72,6 +74,42 @@ def test_explain_names_the_kernel_of_the_chip():
     assert reports[0].name == "pallas_gpu" and reports[0].kernel == "Hopper's kernel (TMA and wgmma)"
     assert reports[0].kernel in str(reports)
     assert all(report.kernel == "" for report in reports if not report.supported)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+@pytest.mark.parametrize(
+    ("layer", "pool", "new_tokens", "crowded"),
+    [
+        ({}, {}, 400, False),
+        (dict(head_dim=256), dict(head_dim=256), 400, True),
+        (dict(head_dim=256), dict(head_dim=256), 1, False),
+        ({}, dict(dtype="float8_e4m3fn", quant="per_tensor"), 400, True),
+        ({}, dict(dtype="float8_e4m3fn", quant="per_tensor"), 1, False),
+    ],
+)
+def test_tiles_that_need_registers_of_their_own_are_hoppers_only_if_they_get_them(
+    layer, pool, new_tokens, crowded, keeps
+):
+    spec, cache_spec = jattn.AttentionSpec(**LAYER | layer), jattn.KVCacheSpec(**POOL | pool)
+    meta = jattn.CommonAttentionMetadata.from_lengths([new_tokens], [400], [[*range(25)]], 16)
+    with (
+        mock.patch.object(device, "detect", lambda: HOPPER),
+        mock.patch.object(device, "keeps_registers", lambda: keeps),
+    ):
+        config = gpu_kernel.kernel_config(spec, cache_spec, "bfloat16", meta, HOPPER)
+    assert isinstance(config, WarpKernelConfig) == (crowded and not keeps)
+    assert not gpu_kernel.config_reasons(config)
+    with mock.patch.object(device, "keeps_registers", lambda: keeps):  # JAX that compiles for a GPU that is not here
+        assert not isinstance(gpu_kernel.kernel_config(spec, cache_spec, "bfloat16", meta, HOPPER), WarpKernelConfig)
+
+
+def test_registers_are_kept_by_ptxas_and_not_by_nvjitlink(monkeypatch):
+    for version, found, keeps in (((0, 11, 2), True, True), ((0, 12, 0), False, True), ((0, 12, 0), True, False)):
+        monkeypatch.setattr(jax, "__version_info__", version)
+        monkeypatch.setattr(device, "_can_be_loaded", lambda library, found=found: found)
+        device.keeps_registers.cache_clear()
+        assert device.keeps_registers() == keeps
+    device.keeps_registers.cache_clear()
 
 
 WARP_CHIPS = tuple(chip for chip in CHIPS if chip != "sm_90")
