@@ -46,7 +46,15 @@ def fp8(c: ConfigReader) -> Scheme:
     return Scheme("fp8", ("weight", "weight_scale_inv"), functools.partial(_fp8_blocks, blocks[0], blocks[1]), groups)
 
 
+def _check_matrices(**parts: np.ndarray) -> None:
+    """ValueError unless all are matrices with elements."""
+    for name, part in parts.items():
+        if part.ndim != 2 or not part.size:
+            raise ValueError(f"{name} {part.shape} must be a matrix with elements")
+
+
 def _fp8_blocks(out_block: int, in_block: int, weight: np.ndarray, scales: np.ndarray) -> Decoded:
+    _check_matrices(codes=weight, scales=scales)
     outputs, inputs = weight.shape
     if weight.dtype != ml_dtypes.float8_e4m3fn:
         raise ValueError(f"codes have dtype {weight.dtype}, which must be float8_e4m3fn")
@@ -77,6 +85,7 @@ AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place of each output in it
 
 
 def _awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Decoded:
+    _check_matrices(qweight=qweight, qzeros=qzeros, scales=scales)
     codes, zeros = (_nibbles(x, AWQ_ORDER).reshape(len(x), -1) for x in (qweight, qzeros))
     return Decoded(codes.T, scales.T, (zeros.astype(np.int8) - 8).T)
 
@@ -104,8 +113,9 @@ def gptq(c: ConfigReader) -> Scheme:
 
 
 def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
+    _check_matrices(qweight=qweight, qzeros=qzeros, scales=scales)
     groups, outputs = scales.shape
-    if qweight.ndim != 2 or qweight.shape[1] != outputs:
+    if qweight.shape[1] != outputs:
         raise ValueError(f"qweight {qweight.shape} does not fit scales {scales.shape}")
     codes = _unpacked(bits, qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
     zeros = _gptq_zeros(bits, offset, qzeros, scales.shape)
@@ -127,7 +137,7 @@ def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scale
 
 def _gptq_zeros(bits: int, offset: int, qzeros: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """int16[groups, out] zero points of signed codes. offset: added to each stored one."""
-    if qzeros.ndim != 2 or len(shape) != 2 or len(qzeros) != shape[0]:
+    if qzeros.ndim != 2 or len(shape) != 2 or (len(qzeros), qzeros.shape[1] * 32 // bits) != tuple(shape):
         raise ValueError(f"qzeros {qzeros.shape} does not fit scales {shape}")
     return _unpacked(bits, qzeros).reshape(shape).astype(np.int16) + offset - 2 ** (bits - 1)
 
@@ -188,15 +198,17 @@ def _ct_packed(
     bits: int, words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None = None
 ) -> Decoded:
     """Codes of consecutive inputs in a word, and zero points of consecutive outputs."""
-    if not np.issubdtype(shape.dtype, np.integer):
-        raise ValueError(f"weight_shape has dtype {shape.dtype}, which must be int64")
+    if not np.issubdtype(shape.dtype, np.integer) or shape.shape != (2,):
+        raise ValueError(f"weight_shape is {shape.dtype}{list(shape.shape)}, which must be int64[2]")
+    _check_matrices(weight_packed=words, weight_scale=scales)
     outputs, inputs = (int(n) for n in shape)
-    if words.ndim != 2 or len(words) != outputs or words.shape[1] != math.ceil(inputs * bits / 32):
+    if len(words) != outputs or words.shape[1] != math.ceil(inputs * bits / 32):
         raise ValueError(f"packed codes {words.shape} do not fit weight_shape {shape.tolist()}")
     codes = _unpacked(bits, words).reshape(outputs, -1)[:, :inputs]
     codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
     if zeros is not None:
-        if zeros.ndim != 2 or len(zeros) != math.ceil(outputs * bits / 32):
+        _check_matrices(weight_zero_point=zeros)
+        if len(zeros) != math.ceil(outputs * bits / 32):
             raise ValueError(f"packed zero points {zeros.shape} do not fit weight_shape {shape.tolist()}")
         zeros = _unpacked(bits, zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs]
         zeros = zeros.astype(np.int8) - 8 if bits == 4 else (zeros ^ 128).view(np.int8)

@@ -107,6 +107,10 @@ class Scheme:
         """The names of the tensors of each module of a weight; None if the folder has it in another form."""
         modules = [name.removesuffix(".weight") for name in source.names if name.endswith(".weight")]
         names = [[f"{module}.{end}" for end in self.needed + self.optional] for module in modules]
+        for module, each in zip(modules, names, strict=True):
+            missing = [name for name in each[: len(self.needed)] if name not in stored]
+            if missing and each[0] in stored and f"{module}.weight" not in stored:
+                raise ValueError(f"tensor {each[0]} is stored quantised, but {', '.join(missing)} is missing")
         is_stored = all(name in stored for each in names for name in each[: len(self.needed)])
         return names if is_stored and len(modules) == len(source.names) else None
 

@@ -33,6 +33,8 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of weights in params that are not quantised."""
 WRONG_TENSORS = ValueError, TypeError, IndexError, ArithmeticError
 """What conversions raise for ranks, shapes or dtypes that do not fit."""
+CODES = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale")
+"""Endings of the names of tensors that only quantised weights have."""
 MAX_THREADS = 8
 """Threads that read weights, at most. Reading is limited by memory, which a few cores fill."""
 MAX_MISSING_LISTED = 10_000
@@ -65,8 +67,14 @@ def load(
         raise UnsupportedError(f"{folder}: its weights are quantised ({method}); quantization must be None")
     checkpoint = _checkpoint(folder, config, family)
     table, unused = family.tensors(config), _unused(family, config)
+    if scheme is None and method is None:
+        _refuse_codes(checkpoint)
     if scheme is not None:
-        table = scheme.sources(table, checkpoint.locations, _stored_dtype(values) if dtype is None else dtype)
+        of_numbers = _stored_dtype(values, folder) if dtype is None else dtype
+        try:
+            table = scheme.sources(table, checkpoint.locations, of_numbers)
+        except ValueError as error:
+            raise ValueError(f"{folder}: {error}") from None
         used = {name for source in table.values() for name in source.names}
         unused = _unused_or_in(unused, _zeros(checkpoint, used, scheme.ignored_if_zero))
     if not head:
@@ -85,7 +93,7 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
     config, family, values = _config_and_family(folder)
     values = _with_quantization_of_text(values)
     scheme, checkpoint = _scheme_of(values, family, folder), _checkpoint(folder, config, family)
-    stored, dtype = checkpoint.locations, jax.numpy.dtype(_stored_dtype(values))
+    stored, dtype = checkpoint.locations, jax.numpy.dtype(_stored_dtype(values, folder))
     table = {path: source.stored_form(stored) for path, source in family.tensors(config).items()}
 
     def form(path: str, shape: tuple[int, ...]) -> Any:
@@ -145,17 +153,28 @@ def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
     folder = Path(directory)
     _, _, values = _config_and_family(folder)
     method = (_with_quantization_of_text(values).get("quantization_config") or {}).get("quant_method")
-    found = _stored_dtype(values)
-    if found not in FLOATS:
-        raise ValueError(f"{folder / 'config.json'}: dtype={short(found)} must be one of {', '.join(FLOATS)}")
-    return found, method
+    return _stored_dtype(values, folder), method
 
 
-def _stored_dtype(values: dict[str, Any]) -> Any:
-    """The dtype that a config.json or its text_config names, not yet checked; else bfloat16."""
+def _stored_dtype(values: dict[str, Any], folder: Path) -> str:
+    """The dtype that a folder's config.json or its text_config names; else bfloat16."""
     text = values.get("text_config")
     sections = [values, text if isinstance(text, dict) else {}]
-    return next((each[key] for each in sections for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
+    found = next((each[key] for each in sections for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
+    if found not in FLOATS:
+        raise ValueError(f"{folder / 'config.json'}: dtype={short(found)} must be one of {', '.join(FLOATS)}")
+    return found
+
+
+def _refuse_codes(checkpoint: Checkpoint) -> None:
+    """ValueError if there are tensors of quantised weights; the folder's config.json has no quantization_config."""
+    found = next((name for name in checkpoint.locations if name.endswith(CODES)), None)
+    if found is not None:
+        raise ValueError(
+            f"{checkpoint.directory / 'config.json'} has no quantization_config, but the folder has the quantised "
+            f"weight {tensor_text(found)}: add the settings with which it was made (some programs write them to a file "
+            "beside it)"
+        )
 
 
 def _with_quantization_of_text(values: dict[str, Any]) -> dict[str, Any]:
@@ -321,7 +340,8 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
     if is_quantised(value):
         return value if dtype is None else dataclasses.replace(value, dtype=np.dtype(dtype))
     if value.dtype.name not in FLOATS:
-        raise ValueError(f"{tensor} gives {path} as {value.dtype}; weights must be one of {', '.join(FLOATS)}")
+        alone = " without scales" if value.dtype.itemsize == 1 else ""
+        raise ValueError(f"{tensor} gives {path} as {value.dtype}{alone}; weights must be one of {', '.join(FLOATS)}")
     with np.errstate(over="ignore"):
         wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
         made = value.astype(wanted, order="K", copy=False)  # K: a transposed view stays one

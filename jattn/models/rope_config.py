@@ -151,6 +151,8 @@ def _llama3(r: ConfigReader, max_positions: int, trained: int | None) -> RopeSca
 
 
 def _yarn(r: ConfigReader, max_positions: int, trained: int | None) -> RopeScaling:
+    if trained is None and r.get("original_max_position_embeddings") is None:
+        r.number_within("factor", FACTORS)  # required: nothing else tells it
     trained = trained_length(r, max_positions, trained)
     factor = _factor(r, max_positions, trained)
     magnitude = r.number_within("attention_factor", FACTORS, None)

@@ -101,6 +101,7 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ),
         ("minimax_m2", dict(attn_type_list=[1, 0]), "attn_type_list=.* has layers of linear attention"),
         ("llama", dict(rope_scaling=dict(rope_type="linear")), "no 'factor'"),
+        ("llama", dict(rope_scaling=dict(rope_type="yarn")), "no 'factor'"),
         ("llama", dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
     ],
 )

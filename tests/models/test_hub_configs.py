@@ -6,7 +6,7 @@ import pytest
 
 from jattn import models
 from jattn.nn import DynamicNTKRopeScaling, Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
-from tests.models import published
+from tests.models import options, published
 
 LLAMA_31_8B = dict(
     architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
@@ -222,3 +222,21 @@ def test_longcats_experts_run_beside_every_second_layer():
     assert len(config.layers) == 56 and [layer.is_late for layer in config.layers[:3]] == [True, False, True]
     assert (first.moe.num_experts, first.moe.num_routes, first.self_attn.kv_factor) == (512, 768, 12**0.5)
     assert first.attention.scale == pytest.approx(192**-0.5 * 2)
+
+
+@pytest.mark.parametrize(
+    ("by_layer", "sizes"),
+    [
+        ({"05": dict(head_dim=16), "11": dict(head_dim=16, num_key_value_heads=None)}, (16, 2)),
+        ({"5": dict(head_dim=16, num_key_value_heads=1), "11": dict(head_dim=16, num_key_value_heads=1)}, (16, 1)),
+        ({}, (8, 2)),
+        (None, (8, 2)),
+    ],
+    ids=["padded", "plain", "empty", "null"],
+)
+def test_the_numbers_of_layers_in_per_layer_config_are_padded_or_not_and_an_empty_one_changes_no_layer(by_layer, sizes):
+    values = options.FAMILIES["gemma4_text"].config() | dict(num_hidden_layers=12, head_dim=8)
+    del values["global_head_dim"]
+    specs = [layer.attention for layer in models.config_of(values | dict(per_layer_config=by_layer)).layers]
+    assert (specs[5].head_dim, specs[5].num_kv_heads) == (specs[11].head_dim, specs[11].num_kv_heads) == sizes
+    assert (specs[4].head_dim, specs[4].num_kv_heads) == (8, 2)

@@ -458,6 +458,10 @@ HOSTILE = {
 }  # fmt: skip
 
 
+OF_NUMPY = ("unpack", "reshape", "broadcast")
+"""Words of sentences that do not say what is wrong with a tensor."""
+
+
 @pytest.mark.parametrize("method", PACKS)
 def test_tensors_that_do_not_fit_one_another_are_refused(tmp_path, method):
     """Scales and zero points of another shape would be read beyond their ends, or give other numbers."""
@@ -471,8 +475,9 @@ def test_tensors_that_do_not_fit_one_another_are_refused(tmp_path, method):
             if wrong.dtype == right.dtype and (wrong.shape == right.shape or is_one):
                 continue
             save(tmp_path / "good" / "model.safetensors", tensors | {name: wrong})
-            with pytest.raises(ValueError, match=r"model\.safetensors: tensor .*mlp\.down"):
+            with pytest.raises(ValueError, match=r"model\.safetensors: tensor .*mlp\.down") as caught:
                 models.load(tmp_path / "good")
+            assert not any(words in str(caught.value) for words in OF_NUMPY), (name, kind)
             try:  # it reads no codes, so it may not see what is wrong
                 stored_weights(tmp_path / "good")
             except ValueError as error:
@@ -486,6 +491,35 @@ def test_codes_without_scales_are_no_plan(tmp_path):
     save(tmp_path / "fp8" / "model.safetensors", tensors)
     with pytest.raises(ValueError, match="has dtype float8_e4m3fn and no scales"):
         stored_weights(tmp_path / "fp8")
+
+
+@pytest.mark.parametrize(("method", "part"), [("awq", "scales"), ("gptq", "qzeros"), ("packed", "weight_shape")])
+def test_a_part_of_a_module_that_is_missing_is_named(tmp_path, method, part):
+    folder(tmp_path / "less", *PACKS[method])
+    checkpoint = Checkpoint(tmp_path / "less")
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    save(tmp_path / "less" / "model.safetensors", {n: checkpoint.read(n) for n in checkpoint.locations if n != name})
+    for load in (models.load, stored_weights):
+        with pytest.raises(ValueError, match=rf"less.*up_proj\.\w+ is stored quantised, but {name} is missing"):
+            load(tmp_path / "less")
+
+
+@pytest.mark.parametrize("method", PACKS)
+def test_a_config_that_says_nothing_of_its_quantised_weights_is_named(tmp_path, method):
+    """Some programs write their settings to a file of their own, as quantize_config.json."""
+    folder(tmp_path / "bare", *PACKS[method])
+    (tmp_path / "bare" / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ValueError, match=r"config\.json has no quantization_config, but .*_proj\.\w+"):
+        models.load(tmp_path / "bare")
+
+
+@pytest.mark.parametrize("dtype", ["int7", 3, "float8_e4m3fn", ["float32"]])
+def test_the_dtype_of_a_quantised_folder_is_checked(tmp_path, dtype):
+    folder(tmp_path / "awq", *PACKS["awq"])
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(CONFIG | dict(quantization_config=AWQ, torch_dtype=dtype)))
+    for load in (models.load, stored_weights):
+        with pytest.raises(ValueError, match=r"config\.json: dtype=.* must be one of float16"):
+            load(tmp_path / "awq")
 
 
 def test_a_long_list_is_cut_in_the_error():

@@ -114,7 +114,10 @@ def wide_heads(c: ConfigReader, heads: dict[str, Any], kinds: Sequence[str], k_i
     size, kv_heads = c.count("global_head_dim", 512, high=MAX_HEADS), c.count("num_global_key_value_heads", None)
     sizes = dict(head_dim=size) | (dict(num_kv_heads=kv_heads) if k_is_v and kv_heads is not None else {})
     by_layer = c.section("per_layer_config")
-    if by_layer.given:
+    if "per_layer_config" in c.given:  # even an empty one: then all layers have the same heads
+        # Files have "5", or "05" beside "11".
+        names = {str(i): tuple(str(i).zfill(n) for n in range(1, len(str(len(kinds))) + 1)) for i in range(len(kinds))}
+        by_layer = ConfigReader(by_layer.given, by_layer.where, aliases=names)
         found = [overrides_of(by_layer.section(str(index))) for index in range(len(kinds))]
         by_layer.refuse_unread()
         sizes = found[kinds.index(FULL)]
