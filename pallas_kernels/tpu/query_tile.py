@@ -278,8 +278,7 @@ class QueryTile:
         states = [(self.buf.m[x], self.buf.l[x], self.buf.acc[x]) for x in at]
         dots = [self._dots(keys, head, first, rows) for head in heads]
         weights = [
-            self._weights(state, keys, head, first, rows, x)
-            for state, head, x in zip(states, heads, dots, strict=True)
+            self._weights(state, keys, head, first, rows, x) for state, head, x in zip(states, heads, dots, strict=True)
         ]
         for x, weighed, head in zip(at, weights, heads, strict=True):
             self.buf.m[x], self.buf.l[x], self.buf.acc[x] = self._sum_values(weighed, keys, head)
