@@ -56,7 +56,9 @@ class TpuKernelConfig:
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
-    values_behind: int = 2  # heads between a head's weights and their product with values; 0: weights are not stored
+    values_behind: int = (
+        2  # heads between a head's weights and their product with values; 0: half are not stored
+    )
 
     @property
     def group(self) -> int:
@@ -128,6 +130,11 @@ class TpuKernelConfig:
     def step_parts(self) -> int:
         """Parts of a step, at most a block."""
         return min(max(1, self.step_kv // self.part_keys), self.block_pages // self.part_pages)
+
+    @property
+    def step_keys(self) -> int:
+        """Keys of a step."""
+        return self.step_parts * self.part_keys
 
     @property
     def block_pages(self) -> int:
@@ -240,8 +247,7 @@ class TpuKernelConfig:
         packed += 2 * self.rows * 4 * (LANES * self.has_ranges + self.bias_lanes * self.qq_bias)
         state = self.num_kv_heads * self.rows * (2 * LANES + wide(self.v_head_dim)) * 4
         table = self.num_kv_heads * self.rows * LANES * 4 if self.columns else 0
-        weight = jnp.dtype(self.compute_dtype).itemsize if self.values_behind else 0
-        place = self.part_keys * self.step_parts * (4 + weight) + 2 * LANES * 4
+        place = self.step_keys * (4 + jnp.dtype(self.compute_dtype).itemsize) + 2 * LANES * 4
         staged = self.staged_heads * self.chunk_rows * place if self.long_tiles else 0
         return self.page_bytes(self.block_keys) + tokens + packed + state + table + staged
 

@@ -188,10 +188,9 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
     if c.has_windows:
         found["q_windows"] = pltpu.VMEM((heads, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype))
     if c.long_tiles:
-        step, lanes = ((c.staged_heads, c.chunk_rows, n) for n in (c.part_keys * c.step_parts, LANES))
-        found |= dict(s=pltpu.VMEM(step, f32), top=pltpu.VMEM(lanes, f32), alpha=pltpu.VMEM(lanes, f32))
-        if c.values_behind:
-            found["p"] = pltpu.VMEM(step, jnp.dtype(c.compute_dtype))
+        step, lanes = ((c.staged_heads, c.chunk_rows, n) for n in (c.step_keys, LANES))
+        found |= dict(s=pltpu.VMEM(step, f32), p=pltpu.VMEM(step, jnp.dtype(c.compute_dtype)))
+        found |= dict(top=pltpu.VMEM(lanes, f32), alpha=pltpu.VMEM(lanes, f32))
     if c.has_ranges:
         found["ranges"] = pltpu.VMEM((2, packs, PACK, LANES), jnp.int32)
     if c.qq_bias:

@@ -299,8 +299,8 @@ class QueryTile:
                 weights[j] = self._stage_weights(keys, heads[j], first, rows, j)
             if 0 <= k < len(heads):
                 at = (heads[k], pl.ds(first, rows))
-                p = weights.pop(k) if self.buf.p is None else self.buf.p[k, :rows, :count]
-                new = self._weighed_values(p, keys, heads[k])
+                stored = [self.buf.p[k, :rows, c] for c in self._stored_columns(count)]
+                new = self._weighed_values(jnp.concatenate(stored + weights.pop(k), axis=1), keys, heads[k])
                 self.buf.acc[at] = self.buf.acc[at] * _lanes(self.buf.alpha[k, :rows], self.c.acc_dim) + new
 
     def _stage_logits(self, keys: KeyPart, head, first, rows: int, i: int):
@@ -313,27 +313,36 @@ class QueryTile:
         self.buf.top[i, :rows] = top if top.shape[1] == LANES else _lanes(jnp.max(top, -1, keepdims=True), LANES)
 
     def _stage_weights(self, keys: KeyPart, head, first, rows: int, i: int):
-        """[rows keys] weights of the logits in place i; None if they are stored there.
+        """Stores the weights of the logits in place i, and the factor of the sum of values before these keys.
 
-        The factor of the head's sum of values before is stored in any case.
+        Returns the columns of weights that are not stored.
         """
         at, found = (head, pl.ds(first, rows)), []
         before = self.buf.m[at]
         m = jnp.maximum(before, jnp.max(self.buf.top[i, :rows], axis=-1, keepdims=True))
         alpha, total = jnp.exp2(before - m), 0.0
-        for c in self._columns(keys.pages * self.c.page_size):
+        count = keys.pages * self.c.page_size
+        for c in self._columns(count):
             p = jnp.exp2(self.buf.s[i, :rows, c] - _lanes(m, c.stop - c.start))
             total += _sum_by_lane(p)
             if self.c.token_scales:
                 p = p * self._token_scales(self.buf.v_token, keys, head)[:, c]
             p = p.astype(self.c.compute_dtype)
-            if self.buf.p is None:
-                found.append(p)
-            else:
+            if c in self._stored_columns(count):
                 self.buf.p[i, :rows, c] = p
+            else:
+                found.append(p)
         self.buf.m[at], self.buf.l[at] = m, self.buf.l[at] * alpha + total
         self.buf.alpha[i, :rows] = alpha
-        return jnp.concatenate(found, axis=1) if found else None
+        return found
+
+    def _stored_columns(self, count: int):
+        """The columns of weights that are stored: half of them where the product with values follows at once.
+
+        v5e and v5p have one store slot: it is full if all are stored, and registers spill if none is.
+        """
+        columns = self._columns(count)
+        return columns if self.c.values_behind else columns[: len(columns) // 2]
 
     def _columns(self, count: int):
         """Slices of 128 keys; one slice where the keys are no multiple."""
