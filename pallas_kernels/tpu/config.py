@@ -56,9 +56,7 @@ class TpuKernelConfig:
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
-    values_behind: int = (
-        2  # heads between a head's weights and their product with values; 0: half are not stored
-    )
+    values_behind: int = 2  # heads between a head's weights and their product with values; 0: half are not stored
 
     @property
     def group(self) -> int:
