@@ -35,13 +35,12 @@ def decode(program: Program, config: TpuKernelConfig) -> dict:
 
 def prefill(program: Program, config: TpuKernelConfig) -> dict:
     """1e-3 bundles for each pair of query and key, all heads, of the three bodies of many rows and of two prompts."""
-    heads = next(n for n in range(config.long_heads, 0, -1) if config.num_kv_heads % n == 0)
     products = lambda loop: program.count(loop, "vmatmul")
     loops = sorted(innermost(program), key=products)[-3:]  # the ones before are bodies of few rows
     step = loops.pop()
     part, masked = sorted(loops, key=lambda loop: program.count(loop, "vcmp"))
     assert products(step) == config.step_parts * products(part) == config.step_parts * products(masked)
-    sizes = [loop.size * config.num_kv_heads // heads for loop in (step, part, masked)]
+    sizes = [loop.size * config.num_kv_heads // config.staged_heads for loop in (step, part, masked)]
     pairs = config.chunk_rows / config.group * config.part_keys
     milli = lambda size, parts=1: round(1e3 * size / pairs / parts, 1)
     short, long = (prompt(tokens, config, sizes) for tokens in (512, 8192))

@@ -25,7 +25,7 @@ from benchmarks.tpu import aot, command
 from benchmarks.tpu.aot import Shape
 
 HEADS = dict(num_heads=4, num_kv_heads=2)
-SIZES = dict(block_kv=256, part_kv=128, step_kv=256, tile_rows=32, chunk_rows=16, short_heads=1, long_heads=1)
+SIZES = dict(block_kv=256, part_kv=128, step_kv=256, tile_rows=32, chunk_rows=16, short_heads=1, long_heads=2)
 BESIDE = dict(block_kv=512, part_kv=256, step_kv=512)  # where keys lie side by side
 DIMS = (64, 80, 96, 112, 128, 192, 256)
 DTYPES = {

@@ -1,13 +1,13 @@
 """Sizes of the TPU kernel's blocks and tiles compared by their bundles, one changed at a time.
 
     python -m benchmarks.tpu.sweep [--write | --out DIR] [--tables] [--chips v5e,v6e] [--jobs decode,prefill]
-                                   [--sizes staged_steps,staged_parts]
+                                   [--sizes values_behind]
 
 The cases of benchmarks.tpu.static. A row is one set of sizes on one chip; a table of the best ends the run, and
 --tables writes it to pallas_kernels/tuning for tile_policy.py. Of a decode, which memory limits, the best is the one
 with the fewest bundles for 200 keys among those within 2 % of the least time of a long context. Of a prefill, the one
 with the fewest spilled registers among those within 1 % of the least bundles of prompts of 512 and of 8192. Static
-figures: no TPU has confirmed them. The tables that are kept were written with the two --sizes above.
+figures: no TPU has confirmed them. The tables that are kept were written with the --sizes above.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pallas_kernels.tuning import table_path
 
 SIZES = {
     "decode": dict(block_kv=(512, 1024, 2048), part_kv=(128, 512), short_heads=(4,)),
-    "prefill": dict(staged_steps=(True,), staged_parts=(True,), step_kv=(512,), chunk_rows=(64, 256), long_heads=(2,)),
+    "prefill": dict(values_behind=(0, 1), step_kv=(768,), chunk_rows=(64, 256), long_heads=(2,)),
 }
 """Fields of TpuKernelConfig and the values that are tried beside the default."""
 

@@ -51,13 +51,12 @@ class TpuKernelConfig:
     latent: str = ""  # latent attention: see LATENT_FORMS; "": keys and values of their own
     block_kv: int = 1536  # keys of one block, fetched at once; rounded to whole parts
     part_kv: int = 256  # keys of one part: where keys are masked, a block is computed by parts; rounded to whole pages
-    step_kv: int = 768  # keys that a chunk of rows takes at once where it sees them all; rounded to whole parts
+    step_kv: int = 512  # keys that a chunk of rows takes at once where it sees them all; rounded to whole parts
     tile_rows: int = 512  # query rows (token x head of the group) that share one pass over the keys
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
-    staged_steps: bool = False  # in steps of many rows, logits and weights are stored in VMEM: few registers spill
-    staged_parts: bool = False  # the same in parts
+    values_behind: int = 2  # heads between a head's weights and their product with values; 0: half are not stored
 
     @property
     def group(self) -> int:
@@ -131,6 +130,11 @@ class TpuKernelConfig:
         return min(max(1, self.step_kv // self.part_keys), self.block_pages // self.part_pages)
 
     @property
+    def step_keys(self) -> int:
+        """Keys of a step."""
+        return self.step_parts * self.part_keys
+
+    @property
     def block_pages(self) -> int:
         """Pages of a block."""
         return max(1, self.block_kv // self.part_keys) * self.part_pages
@@ -141,11 +145,9 @@ class TpuKernelConfig:
         return self.block_pages * self.page_size
 
     @property
-    def staged_keys(self) -> int:
-        """Keys of the buffers for staged logits."""
-        if not self.long_tiles:
-            return 0
-        return self.part_keys * (self.step_parts if self.staged_steps else int(self.staged_parts))
+    def staged_heads(self) -> int:
+        """kv heads that are unrolled in the body of many rows: each has a place for its logits."""
+        return largest_divisor(self.num_kv_heads, self.long_heads)
 
     @property
     def tile_tokens(self) -> int:
@@ -243,8 +245,9 @@ class TpuKernelConfig:
         packed += 2 * self.rows * 4 * (LANES * self.has_ranges + self.bias_lanes * self.qq_bias)
         state = self.num_kv_heads * self.rows * (2 * LANES + wide(self.v_head_dim)) * 4
         table = self.num_kv_heads * self.rows * LANES * 4 if self.columns else 0
-        table += 2 * self.chunk_rows * self.staged_keys * (4 + jnp.dtype(self.compute_dtype).itemsize)
-        return self.page_bytes(self.block_keys) + tokens + packed + state + table
+        place = self.step_keys * (4 + jnp.dtype(self.compute_dtype).itemsize) + 2 * LANES * 4
+        staged = self.staged_heads * self.chunk_rows * place if self.long_tiles else 0
+        return self.page_bytes(self.block_keys) + tokens + packed + state + table + staged
 
     def page_bytes(self, keys: int) -> int:
         """Bytes of VMEM for the pages of a block of so many keys."""

@@ -68,8 +68,10 @@ class Buffers(NamedTuple):
     out_words: Any = None
     out_rows: Any = None
     q_windows: Any = None  # [K 16 D * beside]: the window of each kv head, with config.has_windows
-    s: Any = None  # f32[2 chunk_rows staged_keys] logits of two heads, in the body of many rows
-    p: Any = None  # [2 chunk_rows staged_keys] their weights
+    s: Any = None  # f32[staged_heads chunk_rows step_keys] logits, in the body of many rows
+    top: Any = None  # f32[staged_heads chunk_rows 128] their maxima by lane
+    alpha: Any = None  # the same: what the sums of values before are multiplied with
+    p: Any = None  # [staged_heads chunk_rows step_keys] weights
 
 
 class TileItem(NamedTuple):

@@ -187,9 +187,10 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
         found["out_words"], found["out_rows"] = output_order(c).scratch(c.ordered_rows)
     if c.has_windows:
         found["q_windows"] = pltpu.VMEM((heads, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype))
-    if c.staged_keys:
-        step = (2, c.chunk_rows, c.staged_keys)
+    if c.long_tiles:
+        step, lanes = ((c.staged_heads, c.chunk_rows, n) for n in (c.step_keys, LANES))
         found |= dict(s=pltpu.VMEM(step, f32), p=pltpu.VMEM(step, jnp.dtype(c.compute_dtype)))
+        found |= dict(top=pltpu.VMEM(lanes, f32), alpha=pltpu.VMEM(lanes, f32))
     if c.has_ranges:
         found["ranges"] = pltpu.VMEM((2, packs, PACK, LANES), jnp.int32)
     if c.qq_bias:

@@ -5,7 +5,6 @@ Logits are in base 2 (times log2(e)), since the chip's exponential unit computes
 
 import dataclasses
 import functools
-import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -22,8 +21,7 @@ from pallas_kernels.tpu.copies import Buffers, TileItem
 from pallas_kernels.tpu.row_order import output_order, query_order
 
 LOG2E = math.log2(math.e)
-LOWEST = float(jnp.finfo(jnp.float32).min)  # subtracted where a row has seen no key: -inf - LOWEST is -inf
-HEADS_TOGETHER = 2  # kv heads whose dots are computed before their softmax, in the body of many rows
+LOWEST = float(jnp.finfo(jnp.float32).min)  # the maximum of a row that has seen no key: -inf - LOWEST is -inf
 
 
 class KeyPart(NamedTuple):
@@ -58,8 +56,9 @@ class QueryTile:
                 if self.c.has_windows:  # once a tile: half a pack is not read again in each block
                     self.buf.q_windows[head, :rows] = self.buf.q[self.half, 0, self._rows_of(self._window(head))]
                 at = (head, pl.ds(first, rows))
-                m, l, self.buf.acc[at] = softmax.start((rows,), self.c.acc_dim)
-                self.buf.m[at], self.buf.l[at] = _lanes(m, LANES), _lanes(l, LANES)
+                self.buf.m[at] = jnp.full((rows, LANES), LOWEST, jnp.float32)
+                self.buf.l[at] = jnp.zeros((rows, LANES), jnp.float32)
+                self.buf.acc[at] = jnp.zeros((rows, self.c.acc_dim), jnp.float32)
 
         self._each(fresh)
 
@@ -117,7 +116,7 @@ class QueryTile:
         whole = (first_key >= item.full_start) & (first_key + c.block_keys <= item.full_end)
 
         def add(keys: KeyPart):
-            _heads(c, c.short_heads, lambda heads: self._step(keys, heads, 0, c.few_rows, len(heads)))
+            _heads(c, c.short_heads, lambda heads: self._step(keys, heads, 0, c.few_rows))
 
         def parts():
             def part(j, _):
@@ -141,10 +140,7 @@ class QueryTile:
 
         def add(part, parts: int, masked: bool):
             keys = KeyPart(side, part * c.part_pages, parts * c.part_pages, first_key + part * c.part_keys, masked)
-            if c.staged_steps if parts > 1 else c.staged_parts:
-                _heads(c, c.long_heads, lambda heads: self._staged_step(keys, heads, first, c.chunk_rows))
-            else:
-                _heads(c, c.long_heads, lambda heads: self._step(keys, heads, first, c.chunk_rows, HEADS_TOGETHER))
+            _heads(c, c.long_heads, lambda heads: self._staged_step(keys, heads, first, c.chunk_rows))
             return ()
 
         def edge(j, _):
@@ -213,7 +209,8 @@ class QueryTile:
     def _finished(self, head, first, rows: int):
         """(out f32[rows V], lse f32[rows]) of a head's state."""
         at = (head, pl.ds(first, rows))
-        m, l = self.buf.m[at][:, :1] * (1 / LOG2E), jnp.sum(self.buf.l[at], -1, keepdims=True)
+        m, l = self.buf.m[at][:, :1], jnp.sum(self.buf.l[at], -1, keepdims=True)
+        m = jnp.where(m == LOWEST, softmax.NEG_INF, m * (1 / LOG2E))
         sink = self._column("sink", head, first, rows)
         out, lse = softmax.finish(m, l, self._whole_sum(self.buf.acc[at]), sink)
         return out * self.scales[self.c.num_kv_heads + head], lse
@@ -271,61 +268,81 @@ class QueryTile:
 
         return lax.cond(live <= c.few_rows, few, chunks)
 
-    def _step(self, keys: KeyPart, heads, first, rows: int, together: int):
-        """One step of the recurrence for some heads and rows.
+    def _step(self, keys: KeyPart, heads, first, rows: int):
+        """One step of the recurrence for some heads and few rows.
 
-        The states are read first and written last, and the dots of the next `together` heads are computed before the
-        softmax of these, so that the compiler can overlap one head's products with another's exponentials.
+        The dots of all heads are computed before the first softmax, so that the compiler can overlap one head's
+        products with another's exponentials.
         """
         at = [(head, pl.ds(first, rows)) for head in heads]
         states = [(self.buf.m[x], self.buf.l[x], self.buf.acc[x]) for x in at]
-        groups = [range(i, min(i + together, len(heads))) for i in range(0, len(heads), together)]
-        dots_of = lambda group: [self._dots(keys, heads[i], first, rows) for i in group]
-        dots = dots_of(groups[0])
-        for group, after in itertools.zip_longest(groups, groups[1:], fillvalue=()):
-            ahead = dots_of(after)
-            weights = [
-                self._weights(states[i], keys, heads[i], first, rows, x) for i, x in zip(group, dots, strict=True)
-            ]
-            for i, weighed in zip(group, weights, strict=True):
-                states[i] = self._sum_values(weighed, keys, heads[i])
-            dots = ahead
-        for x, state in zip(at, states, strict=True):
-            self.buf.m[x], self.buf.l[x], self.buf.acc[x] = state
+        dots = [self._dots(keys, head, first, rows) for head in heads]
+        weights = [
+            self._weights(state, keys, head, first, rows, x) for state, head, x in zip(states, heads, dots, strict=True)
+        ]
+        for x, weighed, head in zip(at, weights, heads, strict=True):
+            self.buf.m[x], self.buf.l[x], self.buf.acc[x] = self._sum_values(weighed, keys, head)
 
     def _staged_step(self, keys: KeyPart, heads, first, rows: int):
-        """The same, through VMEM: logits and weights are stored, so that few of them are in registers at a time.
+        """The same for many rows, through VMEM: few logits and weights are in registers at a time.
 
-        The logits of the next head are computed before the softmax of this one.
+        A turn computes the logits of one head, the weights of the head before it, and the sum of values of the head
+        values_behind before that. Each head has a place of its own for what it stores: where two heads shared one, the
+        loads of the first had to come before the stores of the second, and what was loaded early spilled.
         """
-        count = keys.pages * self.c.page_size
-        tops = {0: self._stage_logits(keys, heads[0], first, rows, 0)}
-        for i, head in enumerate(heads):
-            side, at = i % 2, (head, pl.ds(first, rows))
-            if i + 1 < len(heads):
-                tops[i + 1] = self._stage_logits(keys, heads[i + 1], first, rows, 1 - side)
-            before = self.buf.m[at]
-            m = jnp.maximum(before, jnp.max(tops.pop(i), axis=-1, keepdims=True))
-            shift = jnp.maximum(m, LOWEST) if keys.masked else m
-            alpha, total = jnp.exp2(before - shift), 0.0
-            for c in self._columns(count):
-                p = jnp.exp2(self.buf.s[side, :rows, c] - _lanes(shift, c.stop - c.start))
-                total += _sum_by_lane(p)
-                if self.c.token_scales:
-                    p = p * self._token_scales(self.buf.v_token, keys, head)[:, c]
-                self.buf.p[side, :rows, c] = p.astype(self.c.compute_dtype)
-            self.buf.m[at], self.buf.l[at] = m, self.buf.l[at] * alpha + total
-            new = self._weighed_values(self.buf.p[side, :rows, :count], keys, head)
-            self.buf.acc[at] = self.buf.acc[at] * _lanes(alpha, self.c.acc_dim) + new
+        count, weights = keys.pages * self.c.page_size, {}
+        for turn in range(len(heads) + 1 + self.c.values_behind):
+            i, j, k = turn, turn - 1, turn - 1 - self.c.values_behind
+            if i < len(heads):
+                self._stage_logits(keys, heads[i], first, rows, i)
+            if 0 <= j < len(heads):
+                weights[j] = self._stage_weights(keys, heads[j], first, rows, j)
+            if 0 <= k < len(heads):
+                at = (heads[k], pl.ds(first, rows))
+                stored = [self.buf.p[k, :rows, c] for c in self._stored_columns(count)]
+                new = self._weighed_values(jnp.concatenate(stored + weights.pop(k), axis=1), keys, heads[k])
+                self.buf.acc[at] = self.buf.acc[at] * _lanes(self.buf.alpha[k, :rows], self.c.acc_dim) + new
 
-    def _stage_logits(self, keys: KeyPart, head, first, rows: int, side: int):
-        """Stores the masked logits of a head; f32[rows 128] their maxima by lane."""
-        dots = self._dots(keys, head, first, rows)
-        logits = self._masked_logits(dots, keys, head, first, rows)
-        columns = self._columns(logits.shape[1])
-        for c in columns:
-            self.buf.s[side, :rows, c] = logits[:, c]
-        return functools.reduce(jnp.maximum, (logits[:, c] for c in columns))
+    def _stage_logits(self, keys: KeyPart, head, first, rows: int, i: int):
+        """Stores the masked logits of a head in place i, and their maxima by lane."""
+        logits = self._masked_logits(self._dots(keys, head, first, rows), keys, head, first, rows)
+        columns = [logits[:, c] for c in self._columns(logits.shape[1])]
+        for c, x in zip(self._columns(logits.shape[1]), columns, strict=True):
+            self.buf.s[i, :rows, c] = x
+        top = functools.reduce(jnp.maximum, columns)
+        self.buf.top[i, :rows] = top if top.shape[1] == LANES else _lanes(jnp.max(top, -1, keepdims=True), LANES)
+
+    def _stage_weights(self, keys: KeyPart, head, first, rows: int, i: int):
+        """Stores the weights of the logits in place i, and the factor of the sum of values before these keys.
+
+        Returns the columns of weights that are not stored.
+        """
+        at, found = (head, pl.ds(first, rows)), []
+        before = self.buf.m[at]
+        m = jnp.maximum(before, jnp.max(self.buf.top[i, :rows], axis=-1, keepdims=True))
+        alpha, total = jnp.exp2(before - m), 0.0
+        count = keys.pages * self.c.page_size
+        for c in self._columns(count):
+            p = jnp.exp2(self.buf.s[i, :rows, c] - _lanes(m, c.stop - c.start))
+            total += _sum_by_lane(p)
+            if self.c.token_scales:
+                p = p * self._token_scales(self.buf.v_token, keys, head)[:, c]
+            p = p.astype(self.c.compute_dtype)
+            if c in self._stored_columns(count):
+                self.buf.p[i, :rows, c] = p
+            else:
+                found.append(p)
+        self.buf.m[at], self.buf.l[at] = m, self.buf.l[at] * alpha + total
+        self.buf.alpha[i, :rows] = alpha
+        return found
+
+    def _stored_columns(self, count: int):
+        """The columns of weights that are stored: half of them where the product with values follows at once.
+
+        v5e and v5p have one store slot: it is full if all are stored, and registers spill if none is.
+        """
+        columns = self._columns(count)
+        return columns if self.c.values_behind else columns[: len(columns) // 2]
 
     def _columns(self, count: int):
         """Slices of 128 keys; one slice where the keys are no multiple."""
@@ -373,8 +390,7 @@ class QueryTile:
         logits = self._masked_logits(dots, keys, head, first, rows)
         m, l, acc = state  # noqa: E741
         m, before = jnp.maximum(m, jnp.max(logits, axis=-1, keepdims=True)), m
-        shift = jnp.maximum(m, LOWEST) if keys.masked else m
-        alpha, p = jnp.exp2(before - shift), jnp.exp2(logits - _lanes(shift, logits.shape[1]))
+        alpha, p = jnp.exp2(before - m), jnp.exp2(logits - _lanes(m, logits.shape[1]))
         l = l * alpha + _sum_by_lane(p)  # noqa: E741
         if c.token_scales:
             p = p * self._token_scales(self.buf.v_token, keys, head)

@@ -43,7 +43,8 @@ def test_a_case_is_computed_and_compared_with_sdpa(monkeypatch):
 
 def test_one_size_is_changed_at_a_time():
     assert sweep.candidates("decode")[0] == {} and all(len(sizes) < 2 for sizes in sweep.candidates("prefill"))
-    assert sweep.candidates("prefill", ["staged_parts", "block_kv"]) == [{}, dict(staged_parts=True)]
+    tried = [{}, dict(values_behind=0), dict(values_behind=1)]
+    assert sweep.candidates("prefill", ["values_behind", "block_kv"]) == tried
     assert sweep.name_of({}) == "default" and sweep.name_of(dict(block_kv=512)) == "block_kv=512"
 
 
@@ -60,13 +61,13 @@ def test_the_best_sizes_are_those_that_short_contexts_like_among_equals():
 
 def test_the_best_sizes_of_prefill_spill_least_among_equals_and_make_the_table(tmp_path, monkeypatch):
     row = dict(spills=900, spills_of_parts=[50, 60], prompt_512=147.0, prompt_8k=134.0, sizes={})
-    staged = row | dict(spills=100, prompt_8k=135.0, sizes=dict(staged_steps=True))
-    rows = [row, staged, row | dict(spills=1, prompt_8k=150.0)]
+    behind = row | dict(spills=100, prompt_8k=135.0, sizes=dict(values_behind=0))
+    rows = [row, behind, row | dict(spills=1, prompt_8k=150.0)]
     assert sweep.best(rows) is rows[1]
     monkeypatch.setattr(tuning, "__file__", str(tmp_path / "__init__.py"))
     sweep.write_table("v9", dict(prefill=rows), dict(libtpu="1"))
     tile_policy.tuned_sizes.cache_clear()
-    assert tile_policy.tuned_sizes("v9") == dict(staged_steps=True) and tile_policy.tuned_sizes("v8") == {}
+    assert tile_policy.tuned_sizes("v9") == dict(values_behind=0) and tile_policy.tuned_sizes("v8") == {}
     tile_policy.tuned_sizes.cache_clear()
 
 

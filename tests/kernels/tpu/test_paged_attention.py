@@ -117,11 +117,12 @@ def test_the_kernel_agrees_with_the_witness(name):
     judge(SMALL.replace(**changes), mode)
 
 
-def test_a_step_whose_logits_are_stored_agrees_with_the_witness(monkeypatch):
-    """As the table of v5e asks; that of v6e, by which the others run, stores those of parts."""
+@pytest.mark.parametrize("page", [16, 48])
+def test_a_step_whose_weights_are_half_stored_agrees_with_the_witness(page, monkeypatch):
+    """As the table of v5e asks; that of v6e, by which the others run, stores all. A part of 240 keys stores none."""
     monkeypatch.setattr(jattn.device, "detect", lambda: Chip("tpu", "v5e"))
-    assert tuned_sizes("v5e")["staged_steps"] and tuned_sizes("v6e")["staged_parts"]
-    judge(SMALL.replace(case=Case("a chunk behind 970 keys", (30,), (1000,)), head_dim=128))
+    assert tuned_sizes("v5e")["values_behind"] == 0 and "values_behind" not in tuned_sizes("v6e")
+    judge(SMALL.replace(case=Case("a chunk behind 970 keys", (30,), (1000,)), head_dim=128, block_size=page))
 
 
 OF_CASES = FEATURES["cap_sinks_window"]
