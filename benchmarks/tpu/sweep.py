@@ -7,7 +7,7 @@ The cases of benchmarks.tpu.static. A row is one set of sizes on one chip; a tab
 --tables writes it to pallas_kernels/tuning for tile_policy.py. Of a decode, which memory limits, the best is the one
 with the fewest bundles for 200 keys among those within 2 % of the least time of a long context. Of a prefill, the one
 with the fewest spilled registers among those within 1 % of the least bundles of prompts of 512 and of 8192. Static
-figures: no TPU has confirmed them. The tables that are kept were written with the --sizes above.
+figures: no TPU has confirmed them. The tables that are kept say when and with which commit they were made.
 """
 
 import argparse
