@@ -272,6 +272,13 @@ def test_two_halves_get_the_stages_that_let_two_ctas_share_a_multiprocessor():
     assert 2 * (config.smem_bytes + SMEM_RESERVED) <= CHIPS["sm_90"].smem
 
 
+@pytest.mark.parametrize(("v_head_dim", "halves"), [(64, 2), (96, 1)])
+def test_a_bias_leaves_registers_for_two_halves_of_64_columns_only(v_head_dim, halves):
+    """With two of 96, float16 over int8 with a soft cap and a chunk spilled 80 bytes on sm_80, and with ALiBi 84."""
+    fields = SHAPE | dict(head_dim=v_head_dim, v_head_dim=v_head_dim, logits=LogitRule(scale=0.1), qq_bias=True)
+    assert warp_config(**fields).tile_halves == halves
+
+
 LOWERED = {
     "decode": dict(rows=2),
     "mixed": {},
