@@ -92,6 +92,17 @@ SHAPES |= {
     "mixed_d128_bf16_qq_bias": SHAPES["mixed_d128_bf16"] | dict(qq_bias=True),
     "mixed_d128_e5m2_tokens_f16": SHAPES["mixed_d128_int8_tokens_f16"] | dict(kv_dtype="float8_e5m2"),
 }
+TOKENS_F16 = dict(dtype="float16", token_scales=True)
+SHAPES |= {
+    "mixed_d256_e4m3_tokens_f16_128_rows_spans": TOKENS_F16 | dict(
+        kv_dtype="float8_e4m3fn", head_dim=256, v_head_dim=256, rows=128, num_heads=128, num_kv_heads=1,
+        logits=LogitRule(scale=0.1, soft_cap=30.0, score_fn=POSITIONS["logits"].score_fn), mask=MaskRule(spans=True),
+    ),
+    "mixed_d224_e5m2_tokens_f16_score_fn": TOKENS_F16 | dict(
+        kv_dtype="float8_e5m2", head_dim=224, v_head_dim=224, num_heads=8, layout="NHD", has_sinks=True,
+        logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 1.5), mask=MaskRule(left=99),
+    ),
+}  # fmt: skip
 SHAPES["mixed_d128_bf16_64_rows"] = SHAPES["mixed_d128_bf16"] | dict(rows=64, num_heads=64, num_kv_heads=1)
 WRITES = ("write_kv_pages", "write_kv_pages_e4m3", "write_kv_pages_int8_tokens", "rotate_and_write")
 CASES = (*SHAPES, *WRITES)
@@ -208,11 +219,13 @@ def attention(config: WarpKernelConfig, tokens: int = 64, requests: int = 8):
 
     of_work = [shape((requests + 1,), jnp.int32), shape((requests,), jnp.int32)]
     of_work += [shape((requests,), jnp.bool_)] if c.per_request_causal else []
+    spans = dict(ranges=shape((tokens, 2), jnp.int32)) if c.mask.spans else {}
+    work_of = lambda starts, seqs, *causal, **ranges: build_work_list(starts, seqs, tokens, c, *causal, **ranges)
     arguments = (
         shape((tokens, c.num_heads, c.head_dim), jnp.dtype(c.dtype)),
         *(shape((*pool, dim), jnp.dtype(c.kv_dtype)) for dim in (c.head_dim, c.v_head_dim)),
         shape((requests, 16), jnp.int32),
-        jax.eval_shape(lambda starts, seqs, *causal: build_work_list(starts, seqs, tokens, c, *causal), *of_work),
+        jax.eval_shape(work_of, *of_work, **spans),
         per_head, per_head, shape(pool, jnp.float32), shape(pool, jnp.float32), shape((16, 16), jnp.float32),
     )  # fmt: skip
     return step, arguments

@@ -3,6 +3,8 @@
 import dataclasses
 import math
 
+from pallas_kernels.algebra.logits import LogitRule
+from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, TOKEN_SCALE_BYTES, WARPGROUP_ROWS, GpuKernelConfig
 
@@ -59,6 +61,11 @@ class WarpKernelConfig(GpuKernelConfig):
     def lean(self) -> bool:
         """Numbers of lanes and rows are computed again in each block, rather than kept in registers."""
         return True
+
+    @property
+    def has_options(self) -> bool:
+        """Whether logits or masks are not those of causal attention: they take registers."""
+        return self.qq_bias or self.mask != MaskRule() or self.logits != LogitRule(scale=self.logits.scale)
 
     @property
     def stored_queries(self) -> bool:

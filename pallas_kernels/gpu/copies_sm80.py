@@ -172,10 +172,14 @@ def sync_lanes():
 
     @plgpu.inline_mgpu()
     def wait(ctx):
-        _, _, _, warp = ptx.lane_position(hidden=True)
-        ptx.asm("bar.sync $0, 32;", "r", ptx.add(warp, ptx.i32(1)))
+        sync_lanes_of(ptx.lane_position(hidden=True)[3])
 
     wait()
+
+
+def sync_lanes_of(warp):
+    """The same inside inline_mgpu."""
+    ptx.asm("bar.sync $0, 32;", "r", ptx.add(warp, ptx.i32(1)))
 
 
 def sync_warps():

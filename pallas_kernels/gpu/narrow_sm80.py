@@ -26,6 +26,7 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
     kind = dict(rows8=rows8, source=cfg.kv_dtype, converts_fp8=cfg.converts_fp8, hidden=True)
     keys = dict(dim=cfg.head_dim, target=cfg.dtype, stored=cfg.stored_queries, **kind)
     values = dict(dim=cfg.v_head_dim, target=cfg.value_dtype, parts=cfg.weight_parts, shuffles=False, **kind)
+    values |= dict(apart=cfg.stored_queries and cfg.quantised and cfg.has_options)
     next_rows = reader.start()
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
     kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, group=cfg.group, heads=cfg.num_heads)

@@ -57,13 +57,14 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
 
 
 def most_columns_of_two_halves(config: WarpKernelConfig) -> int:
-    """The widest output for which a tile has two halves. Two of 128 columns leave no registers for the addresses of a
-    bias, nor for scales of tokens beside positions or weights of two parts; pairs of numbers take more of them."""
+    """The widest output for which a tile has two halves. Two of 128 columns leave no registers for scales of tokens
+    beside positions or weights of two parts, two of 96 none for the addresses of a bias; pairs of numbers take more."""
     pairs = CHIPS.get(config.chip, CHIPS["sm_86"]).pairs
     by_position = config.logits.score_fn is not None or config.mask.mask_fn is not None
     crowded = config.qq_bias or (by_position and (config.token_scales or pairs))
     crowded = crowded or (config.token_scales and config.weight_parts > 1)
-    return MOST_COLUMNS_OF_TWO_HALVES if not crowded else 64 if pairs else 96
+    most = 64 if pairs or config.qq_bias else 96
+    return most if crowded else MOST_COLUMNS_OF_TWO_HALVES
 
 
 def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:

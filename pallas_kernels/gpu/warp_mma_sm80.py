@@ -28,6 +28,7 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.gpu import lanes_sm80 as lanes
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.copies_sm80 import sync_lanes_of
 from pallas_kernels.gpu.decode_sm90 import decode_word
 
 KEYS = 64  # of a block, for each warpgroup: 16 for each warp
@@ -177,12 +178,12 @@ def keys_times_queries(
 def softmax_times_values(
     v_ref, x, factor, acc, stats, first, scales=None,
     *, rows8: int, dim: int, source: str, target: str, parts: int = 1, converts_fp8=True, hidden: bool = False,
-    shuffles: bool = True,
+    shuffles: bool = True, apart: bool = False,
 ):  # fmt: skip
     """(acc, stats) after keys first .. first + 63. Base-2 logits are x * factor, -inf where masked.
 
     hidden: of ptx.lane_position: addresses are computed anew for each block. shuffles: they may be calls
-    (lanes_sm80.py); False: none.
+    (lanes_sm80.py); False: none. apart: no value is loaded before the softmax is done: they take registers.
 
     scales: f32 (64,) of the values, None for 1. target: dtype of both operands of the product. parts: number of
     operands whose sum is a weight; 2 with target bfloat16.
@@ -210,6 +211,8 @@ def softmax_times_values(
             acc[n * size : (n + 1) * size] = [
                 _fmul(a, alpha[i % 2]) for i, a in enumerate(acc[n * size : (n + 1) * size])
             ]
+        if apart:
+            sync_lanes_of(warp)
         key, step = _key_of_lane(first, lane, warp), 0
         for loaded in _load_tile(base, key, lane, dim, source, transpose=True):
             for a in _value_factors(loaded, decoded):

@@ -119,7 +119,9 @@ def _rows(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
         kind = dict(block=cfg.block_kv, dim=cfg.v_head_dim, dtype=cfg.value_dtype)
         kind |= dict(v_dim=cfg.head_dim if cfg.quantised else cfg.v_head_dim)
         accs = [acc for acc, _, _ in new]
-        for part in zip(*weights, strict=True):
+        for n, part in enumerate(zip(*weights, strict=True)):
+            if n and cfg.has_options:
+                sync_lanes()  # no value of the second product is loaded during the first: there are no registers for it
             accs = wide_mma.add_weighted_values(accs, part, values, **kind)
         return tuple(
             (wide_mma.unpaired(acc), m, total) for acc, (_, m, total) in zip(accs, new, strict=True)

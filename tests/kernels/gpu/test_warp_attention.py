@@ -105,6 +105,11 @@ BATCHES |= {  # where numbers of rows and columns, or queries, are not kept in r
     "mixed with groups of 16, D 256, f16, int8 with token scales": (
         MIXED, dict(num_heads=32, head_dim=256, v_head_dim=256, dtype="float16", kv_dtype="int8", token_scales=True), {}
     ),
+    "mixed with groups of 16, D 224, f16, e4m3 with token scales, alibi and score_fn": (
+        ((1, 70), (6, 130), (1, 1)),
+        dict(E4M3, **ALIBI_AND_SCORES, num_heads=32, head_dim=224, v_head_dim=224, dtype="float16", token_scales=True),
+        OF_BOTH,
+    ),
     "mixed, mask_fn and score_fn": (
         MIXED,
         dict(ALIBI_AND_SCORES, mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
@@ -265,6 +270,13 @@ def test_two_halves_get_the_stages_that_let_two_ctas_share_a_multiprocessor():
     config = warp_config(**fields, tile_halves=2)
     assert (config.tile_halves, config.stages) == (2, 2)
     assert 2 * (config.smem_bytes + SMEM_RESERVED) <= CHIPS["sm_90"].smem
+
+
+@pytest.mark.parametrize(("v_head_dim", "halves"), [(64, 2), (96, 1)])
+def test_a_bias_leaves_registers_for_two_halves_of_64_columns_only(v_head_dim, halves):
+    """With two of 96, float16 over int8 with a soft cap and a chunk spilled 80 bytes on sm_80, and with ALiBi 84."""
+    fields = SHAPE | dict(head_dim=v_head_dim, v_head_dim=v_head_dim, logits=LogitRule(scale=0.1), qq_bias=True)
+    assert warp_config(**fields).tile_halves == halves
 
 
 LOWERED = {

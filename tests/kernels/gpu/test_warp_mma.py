@@ -109,7 +109,7 @@ def test_products_softmax_and_join_are_attention(
                 rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16" if decoded else name
             )
             kind |= dict(parts=max(scaled, 1), hidden=wgs == 1)  # of the warp-level kernel's one warpgroup
-            kind |= dict(shuffles=wgs > 1 or rows8 == 2)
+            kind |= dict(shuffles=wgs > 1 or rows8 == 2, apart=stored)
             own = types.SimpleNamespace(registers=np.empty(2, object))
             own.registers[:] = [(tiny[key + 8 * i],) for i in range(2)]
             state = warps.softmax_times_values(at["v"], x, factor, *state, mine, own if scaled else None, **kind)
