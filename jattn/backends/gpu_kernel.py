@@ -50,7 +50,7 @@ def kernel_config(
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
     processors = device.processors() if chip == device.detect() else None
     units: dict[str, Any] = dict(whole_units=True, pipelines=1) if invariant else {}
-    fields = units | dict(
+    fields: dict[str, Any] = units | dict(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,

@@ -70,7 +70,7 @@ def _gpu_kernels() -> str:
         return "compiled with the registers that they ask for"
     return (
         f"JAX {jax.__version__} compiles them by nvJitLink, which ignores setmaxnreg: on Hopper prompts take 1.1 times "
-        "as long, 2 times with heads above 192 or an 8-bit cache, decodes as long; pip install 'jattn[hopper]' takes a JAX that compiles by ptxas"
+        "as long, 2 times with heads above 192 or an 8-bit cache, decodes as long   (pip install 'jattn[hopper]')"
     )
 
 
