@@ -3,6 +3,7 @@
 import ctypes
 import dataclasses
 import functools
+import importlib.util
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +70,8 @@ def check_context(what: str) -> None:
         )
 
 
-NVJITLINK = ("libnvJitLink.so.13", "libnvJitLink.so.12")
+NVJITLINK = dict(xla_cuda13="libnvJitLink.so.13", xla_cuda12="libnvJitLink.so.12")
+"""The library that each CUDA plugin of JAX would load."""
 
 
 @functools.cache
@@ -79,7 +81,15 @@ def keeps_registers() -> bool:
     JAX before 0.12 compiles by ptxas. JAX 0.12 takes nvJitLink where that is installed, which compiles as if other
     programs were to be linked, and ignores `setmaxnreg`: every warpgroup then has the same number.
     """
-    return jax.__version_info__ < (0, 12) or not any(map(_can_be_loaded, NVJITLINK))
+    libraries = [library for plugin, library in NVJITLINK.items() if _is_installed(f"jax_plugins.{plugin}")]
+    return jax.__version_info__ < (0, 12) or not any(map(_can_be_loaded, libraries))
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # without any plugin there is no jax_plugins
+        return False
 
 
 def _can_be_loaded(library: str) -> bool:

@@ -55,7 +55,7 @@ class PallasGpuMetadata:
     work: GpuWorkList  # pieces of queries and keys, divided among the CTAs
     shared: tuple["PallasGpuMetadata", ...] = ()  # of a cascade: the plans of the levels before
     shard: KeyShard | None = None  # the keys of this rank, if several have them
-    peers: Peers | None = None  # by which the states of the ranks are merged; None: by collectives
+    peers: Peers | None = None  # by which the ranks' states are merged, never copied; None: by collectives
     prefix: GpuWorkList | None = None  # with use_rswa: of the keys that are visible before the window
 
     @property

@@ -38,6 +38,9 @@ class ContextParallel:
                     f"{kind}_axis={axis!r} with {kind}_world_size={size}: a size > 1 needs an axis, 1 needs None"
                 )
 
+        if self.one_memory and self.dcp_axis is None:
+            raise ValueError("one_memory=True says how the ranks of dcp_axis merge, but dcp_axis=None: leave it out")
+
     @property
     def needs(self) -> tuple[Feature, ...]:
         """The features that a backend must support."""

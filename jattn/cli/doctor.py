@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
         *((f"extra {extra}", _extra(extra, packages)) for extra, packages in EXTRAS.items()),
         ("native CPU library", _native()),
         ("compiled programs", _programs()),
-        *((("GPU kernels", _gpu_kernels()),) if detect().platform == "gpu" else ()),
+        *((("GPU kernels", _gpu_kernels()),) if detect().generation == "sm_90" else ()),
     ]
     screen.table(("", ""), rows, plain="\n".join(f"{name}: {value}" for name, value in rows))
     print()
@@ -69,8 +69,9 @@ def _gpu_kernels() -> str:
     if keeps_registers():
         return "compiled with the registers that they ask for"
     return (
-        f"JAX {jax.__version__} compiles them by nvJitLink, which ignores setmaxnreg: on Hopper prompts take 1.1 times "
-        "as long, 2 times with heads above 192 or an 8-bit cache, decodes as long   (pip install 'jattn[hopper]')"
+        f"JAX {jax.__version__} compiles them by nvJitLink, which ignores setmaxnreg: prompts take 1.1 times as long, "
+        "2 times with heads above 192 or an 8-bit cache, decodes as long; pip install 'jattn[hopper]' takes a JAX that "
+        "compiles by ptxas"
     )
 
 

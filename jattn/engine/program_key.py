@@ -151,7 +151,8 @@ def _machine() -> Any:
     native = library.status() if device.detect().platform == "cpu" else library.LibraryStatus()
     native = dataclasses.replace(native, path=os.path.basename(native.path))  # the name has a hash of the content
     python = sys.version, platform.machine()
-    chip = client.platform_version, repr(device.detect()), device.processors()
+    registers = device.detect().platform == "gpu" and device.keeps_registers()  # by a library of no package, too
+    chip = client.platform_version, repr(device.detect()), device.processors(), registers
     variables = sorted((n, v) for n, v in os.environ.items() if n.startswith(VARIABLES) and n not in PATHS)
     return _versions(), jax.__version__, python, chip, devices, cores, repr(native), variables
 

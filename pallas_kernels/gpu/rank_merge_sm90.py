@@ -24,7 +24,7 @@ from pallas_kernels.gpu.peer_memory_sm90 import Table, table_words, tell
 
 THREADS = 128
 PIECE = 4  # numbers of a row that a thread has
-MAX_PIECES = 2**16  # threads that wait for one another, with room on every SM beside
+MAX_PIECES = 2**16  # threads that wait for one another: 512 CTAs, 4 for each SM of a Hopper GPU
 _SETS = 2
 _WORDS = 10  # of a piece that is sent: four numbers and a log-sum-exp, each with the number of the merge
 _PLANES = (0, 4), (4, 4), (8, 2)  # (words of a piece before those that are stored together, so many)
@@ -46,14 +46,16 @@ class RankMerge:
 
     @property
     def fits(self) -> bool:
-        """Can all threads of a launch wait at the same time?"""
+        """Are rows whole pieces, and can all threads of a launch wait at the same time?"""
         return self.dim % PIECE == 0 and 0 < self.pieces <= MAX_PIECES
 
 
 def exchange(cfg: RankMerge) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What `merge_ranks` needs: (received i32, merges so far i32[pieces], table). Call it in shard_map on all ranks.
 
-    Launches write to the first two, which XLA does not know: use them for nothing else.
+    Launches write to the first two, which XLA does not know: use them for nothing else, and copy none of them. Two
+    merges that share them must run one after the other on a device, as XLA runs them on its stream and, unless it is
+    told to run what is independent at once (`xla_gpu_command_buffer_scheduling_mode`), in its CUDA graphs.
     """
     received = jax.new_ref(jnp.zeros((_SETS * cfg.ranks * cfg.pieces * _WORDS,), jnp.int32))
     merges = jax.new_ref(jnp.zeros((cfg.pieces,), jnp.int32))

@@ -11,6 +11,7 @@ import pytest
 import jattn
 from jattn import device, parallel
 from jattn.backends import ContextParallel, Feature, pallas_gpu
+from jattn.backends.gpu_ranks import VMAPS_SINCE
 from jattn.device import Chip
 from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
 from tests.backends.two_ranks import check_keys_on_two_ranks
@@ -45,7 +46,7 @@ def test_auto_takes_the_kernel_on_hopper_and_refuses_what_needs_positions():
         make(layer()).build_cascade((jattn.CommonAttentionMetadata.from_lengths([1], [9], [[1]], 16),))
 
 
-def lowered_layers(in_program: bool, tokens: int = 1, gradient: bool = False) -> str:
+def lowered_layers(in_program: bool, tokens: int = 1, gradient: bool = False, mapped: bool = False) -> str:
     """The module of three layers whose keys are on two Hopper GPUs of one host."""
     hopper, mesh = Chip("gpu", "sm_90"), jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     spec = jattn.AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=64)
@@ -70,6 +71,9 @@ def lowered_layers(in_program: bool, tokens: int = 1, gradient: bool = False) ->
         rows = [shape((tokens, heads, 64), jnp.bfloat16) for heads in (8, 2, 2)]
         cache = jax.eval_shape(lambda: jattn.empty_cache(cache_spec, platform=hopper))
         check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+        if mapped:
+            rows = [shape((2, *row.shape), row.dtype) for row in rows]
+            layers = jax.vmap(layers, (0, 0, 0, None))
         run = jax.jit(jax.grad(layers) if gradient else layers)
         return jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*rows, cache).mlir_module()
 
@@ -84,4 +88,14 @@ def test_layers_of_one_program_merge_in_each_others_memory(gradient):
 def test_calls_by_themselves_and_many_tokens_merge_by_collectives():
     """A call of one layer would wait for a barrier of all ranks, and many threads cannot all wait for one another."""
     for text in (lowered_layers(in_program=False), lowered_layers(in_program=True, tokens=1025)):
-        assert "stablehlo.all_gather" in text and "merge_ranks" not in text and "peer_addresses" not in text
+        merges_by_collectives(text)
+
+
+@pytest.mark.skipif(jax.__version_info__ < VMAPS_SINCE, reason="JAX before 0.12 cannot vmap the kernels")
+def test_vmap_merges_by_collectives():
+    """It would give each element a slice of what the launches share, and other ranks would write elsewhere."""
+    merges_by_collectives(lowered_layers(in_program=True, mapped=True))
+
+
+def merges_by_collectives(text: str):
+    assert "stablehlo.all_gather" in text and "merge_ranks" not in text and "peer_addresses" not in text

@@ -70,6 +70,8 @@ def test_without_context_parallelism_there_is_one_rank():
     assert (alone.total_cp_world_size, alone.total_cp_rank()) == (1, 0)
     with pytest.raises(ValueError, match="dcp_axis=None with dcp_world_size=2: a size > 1 needs an axis"):
         ContextParallel(dcp_world_size=2)
+    with pytest.raises(ValueError, match="one_memory=True says how .* but dcp_axis=None"):
+        ContextParallel(one_memory=True)
 
 
 def test_lse_is_needed_when_ranks_share_a_request():

@@ -106,7 +106,8 @@ def test_tiles_that_need_registers_of_their_own_are_hoppers_only_if_they_get_the
 def test_registers_are_kept_by_ptxas_and_not_by_nvjitlink(monkeypatch):
     for version, found, keeps in (((0, 11, 2), True, True), ((0, 12, 0), False, True), ((0, 12, 0), True, False)):
         monkeypatch.setattr(jax, "__version_info__", version)
-        monkeypatch.setattr(device, "_can_be_loaded", lambda library, found=found: found)
+        monkeypatch.setattr(device, "_is_installed", lambda plugin: plugin == "jax_plugins.xla_cuda13")
+        monkeypatch.setattr(device, "_can_be_loaded", lambda library, found=found: found and library.endswith(".13"))
         device.keeps_registers.cache_clear()
         assert device.keeps_registers() == keeps
     device.keeps_registers.cache_clear()

@@ -10,8 +10,9 @@ import re
 import pytest
 
 from jattn import cli
-from jattn.cli import generate, options, screen
+from jattn.cli import doctor, generate, options, screen
 from jattn.cli.trace import make_trace
+from jattn.device import Chip
 from jattn.embedded import show
 from jattn.engine import request as outputs
 from jattn.engine.stats import Stats
@@ -171,6 +172,16 @@ def test_doctor_says_what_is_here(capsys):
     said = capsys.readouterr().out
     for words in ("device 0: cpu", "extra models: safetensors", "native CPU library: ", "agrees with numpy"):
         assert words in said
+
+
+@pytest.mark.parametrize("generation", ["sm_80", "sm_90"])
+def test_doctor_offers_the_jax_for_hopper_on_hopper_alone(generation, monkeypatch, capsys):
+    """The warp-level kernels of other chips need JAX 0.12."""
+    monkeypatch.setattr(doctor, "detect", lambda: Chip("gpu", generation))
+    monkeypatch.setattr(doctor, "keeps_registers", lambda: False)
+    monkeypatch.setattr("jattn.demo.run", lambda: 0)
+    assert cli.main(["doctor"]) == 0
+    assert ("jattn[hopper]" in capsys.readouterr().out) == (generation == "sm_90")
 
 
 def test_the_model_adds_what_it_never_saw_and_preemption_changes_nothing(capsys, monkeypatch):

@@ -14,8 +14,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import pallas_kernels
-from jattn import compile_cache, models
+from jattn import compile_cache, device, models
 from jattn.backends import registry
+from jattn.device import Chip
 from jattn.engine import Engine, SamplingParams, kept_programs, program_key, programs, warming
 from jattn.engine.program_key import NoKey, key_of
 from tests.engine.test_warming import CONFIG, engine
@@ -86,6 +87,12 @@ def test_equal_engines_have_one_key_and_every_difference_another(monkeypatch, un
         patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=false")
         program_key._machine.cache_clear()
         keys.append(key_of(model, args, {}))
+    for keeps in (True, False):  # they decide which kernel a GPU's program has
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "detect", lambda: Chip("gpu", "sm_90"))
+            patch.setattr(device, "keeps_registers", lambda keeps=keeps: keeps)
+            program_key._machine.cache_clear()
+            keys.append(key_of(model, args, {}))
     program_key._machine.cache_clear()
     assert len(set(keys)) == len(keys) and key_of(model, args, {}) == keys[0]
 
