@@ -9,14 +9,12 @@ from this one, which read o's sums before it sent them; and so for down.
 """
 
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, THREADS, LayerTailConfig
-from pallas_kernels.gpu.peer_memory_sm90 import Table, table_words, tell
+from pallas_kernels.gpu.peer_memory_sm90 import Table, told
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE
 from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
 
@@ -26,17 +24,9 @@ _COUNTER = 8  # int32 of a CTA and product: what arrived in all launches, launch
 
 def exchange(cfg: LayerTailConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(received [2 ranks T8, W], arrived i32, table) of this rank. Call it on all ranks, in shard_map."""
-
-    def peer_addresses(arrived, received, table):  # the kernel's name in a profile
-        tell((received, arrived), table, cfg.ranks)
-
-    shape = (_PRODUCTS * cfg.ranks * cfg.rows8, cfg.hidden)
-    out_type = jax.ShapeDtypeStruct(shape, DTYPE), jax.ShapeDtypeStruct((table_words(2, cfg.ranks),), jnp.int32)
-    mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=1, thread_name="wg")
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    received = jax.ShapeDtypeStruct((_PRODUCTS * cfg.ranks * cfg.rows8, cfg.hidden), DTYPE)
     arrived = jax.new_ref(jnp.zeros(_PRODUCTS * MAX_CTAS * _COUNTER, jnp.int32))
-    call = pl.kernel(peer_addresses, out_type=out_type, mesh=mesh, compiler_params=params, name="peer_addresses")
-    received, table = call(arrived)
+    received, table = told(cfg.ranks, (arrived,), (received,))
     return received, jax.freeze(arrived), table
 
 

@@ -4,19 +4,39 @@ XLA tells a launch the addresses of arrays on the other ranks if it asks for the
 before it, which takes 8 us. So one launch a step asks for them and stores them in an array, the table, for the others.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
 
-def table_words(arrays: int, ranks: int) -> int:
-    """i32 numbers of a table: two of each array's address on each rank, then the number of this rank, and a 0."""
-    return 2 * arrays * ranks + 2
+def told(ranks: int, given: Sequence[Any], made: Sequence[jax.ShapeDtypeStruct] = ()) -> Sequence[jax.Array]:
+    """(the arrays `made` here, with any content; the table of these and of the Refs `given`). Call it on all ranks.
+
+    A table has two i32 for each array's address on each rank, then the number of this rank, and a 0. XLA takes `given`
+    for written: nothing else reads their memory.
+    """
+
+    def peer_addresses(*refs):  # the kernel's name in a profile
+        own, table = refs[len(given) : -1], refs[-1]
+        _tell((*own, *refs[: len(given)]), table, ranks)
+
+    words = 2 * (len(made) + len(given)) * ranks + 2
+    out_type = *made, jax.ShapeDtypeStruct((words,), jnp.int32)
+    mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=1, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    call = pl.kernel(peer_addresses, out_type=out_type, mesh=mesh, compiler_params=params, name="peer_addresses")
+    return call(*given)
 
 
-def tell(refs, table, ranks: int):
+def _tell(refs, table, ranks: int):
     """One thread stores the table of the arrays `refs` on all ranks."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (len(refs) + 1))

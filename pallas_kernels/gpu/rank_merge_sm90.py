@@ -20,7 +20,7 @@ from jax import lax
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.peer_memory_sm90 import Table, table_words, tell
+from pallas_kernels.gpu.peer_memory_sm90 import Table, told
 
 THREADS = 128
 PIECE = 4  # numbers of a row that a thread has
@@ -59,15 +59,7 @@ def exchange(cfg: RankMerge) -> tuple[jax.Array, jax.Array, jax.Array]:
     """
     received = jax.new_ref(jnp.zeros((_SETS * cfg.ranks * cfg.pieces * _WORDS,), jnp.int32))
     merges = jax.new_ref(jnp.zeros((cfg.pieces,), jnp.int32))
-    mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=1, thread_name="wg")
-    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
-    out_type = jax.ShapeDtypeStruct((table_words(2, cfg.ranks),), jnp.int32)
-
-    def peer_addresses(received, merges, table):  # the kernel's name in a profile
-        tell((received, merges), table, cfg.ranks)  # XLA then gives both memory that nothing else reads
-
-    call = pl.kernel(peer_addresses, out_type=out_type, mesh=mesh, compiler_params=params, name="peer_addresses")
-    table = call(received, merges)
+    (table,) = told(cfg.ranks, (received, merges))
     return jax.freeze(received), jax.freeze(merges), table
 
 
