@@ -70,10 +70,11 @@ def most_columns_of_two_halves(config: WarpKernelConfig) -> int:
 def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
     """The same as measured on this chip by `python -m jattn bench --tune`; {} for a shape that its table lacks.
 
-    A row that the kernel refuses, of an older version of it or of another chip, is not used.
+    A row that the kernel refuses, of an older version of it or of another chip, is not used. Tables of other names are
+    those of other kernels.
     """
     kind = "long" if config.long_tiles else "few"
-    if config.token_scales or config.wide_tiles != config.long_tiles:  # not measured
+    if config.chip not in CHIPS or config.token_scales or config.wide_tiles != config.long_tiles:  # not measured
         return {}
     tiles = measured_table(config.chip).get((config.head_dim, config.v_head_dim, config.kv_dtype, kind), {})
     if not tiles:
