@@ -28,6 +28,7 @@ from jattn.models.layers import (
     layer_reads,
 )
 from jattn.models.model_mesh import ModelMesh
+from jattn.models.rank_sums import BY_XLA, RankSums
 from jattn.models.residual import residual
 from jattn.models.sharded_attention import ShardedAttention, ShardedLatentAttention
 from jattn.models.without_cache import encode
@@ -113,10 +114,11 @@ def _each_layer(
     depends on what follows.
     """
     caches, count = list(caches), len(config.layers)
+    sums = BY_XLA if model_mesh is None else model_mesh.sums(*stream.x.shape[-2:])
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles, at = step.angles(layer.rope), config.cache_of(i)
         caches[at], read, x = _self_attention(
-            layer, step.attns[i], weights, stream, caches[at], step.plan(i), positions, angles
+            layer, step.attns[i], weights, stream, caches[at], step.plan(i), positions, angles, sums
         )
         if layer.cross_attn is not None:
             j = count + i  # caches of cross attention follow those of self-attention
@@ -124,7 +126,7 @@ def _each_layer(
         z = None if layer.layer_input is None else inputs[:, i]
         if wanted is not None and i == count - 1:
             stream, read, x, z = jax.tree.map(lambda rows: rows[wanted], (stream, read, x, z))
-        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z)
+        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z, sums)
     return caches, stream
 
 
@@ -132,13 +134,15 @@ def _each_layer(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cache, plan, positions, angles):
+def _self_attention(
+    layer: LayerConfig, attn: Any, weights, stream: Stream, cache, plan, positions, angles, sums: RankSums
+):
     """(cache, what the layer reads, x after attention).
 
     attn: a PagedAttention or, of a latent layer, an MLAAttention; or the same distributed over a mesh.
     """
     config = layer.self_attn
-    by = _multiply_of(attn)
+    by = _multiply_of(attn, sums)
 
     def attention(y: jax.Array) -> tuple:
         at = dict(positions=positions, angles=angles)
@@ -153,9 +157,11 @@ def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cach
     return cache, read, x
 
 
-def _multiply_of(attn: Any) -> Multiply:
+def _multiply_of(attn: Any, sums: RankSums) -> Multiply:
     """How the products around this attention are computed."""
-    return attn.multiply if isinstance(attn, ShardedAttention | ShardedLatentAttention) else multiply
+    if isinstance(attn, ShardedAttention | ShardedLatentAttention):
+        return functools.partial(attn.multiply, sums=sums)
+    return multiply
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -168,8 +174,12 @@ def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer_gives(layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z):
-    return layer_gives(layer, weights, stream, read, attended, z, model_mesh)
+def _layer_gives(
+    layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z, sums: RankSums
+):
+    if model_mesh is None:
+        return layer_gives(layer, weights, stream, read, attended, z)
+    return layer_gives(layer, weights, stream, read, attended, z, functools.partial(model_mesh.mlp, sums=sums))
 
 
 class _AttentionPlans:

@@ -84,15 +84,23 @@ def attention_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array
     return cache, attended
 
 
+FunctionOf = Callable[[MLP | MoE], Callable]
+"""Makes the function (weights, x) -> y of an MLP or of experts: ModelMesh.mlp, or `_itself` on one device."""
+
+
+def _itself(mlp: MLP | MoE) -> Callable:
+    return mlp
+
+
 def mlp_sublayer(
     layer: LayerConfig,
     weights: dict[str, Any],
     x: jax.Array,
     attended: jax.Array,
-    model_mesh: ModelMesh | None = None,
+    function_of: FunctionOf = _itself,
 ) -> jax.Array:
     """x after the MLP. attended: x after attention. x: the layer's input, which a parallel MLP reads."""
-    compute = _distributed(layer.mlp, model_mesh)
+    compute = function_of(layer.mlp)
     experts = layer.experts
 
     def mlp(y: jax.Array) -> tuple:
@@ -100,7 +108,7 @@ def mlp_sublayer(
         if experts is None or experts.is_late:
             return None, y
         rows = normed(experts.before, weights, "experts_norm", attended)
-        routed = _distributed(experts.moe, model_mesh)(weights["experts"], rows, attended)
+        routed = function_of(experts.moe)(weights["experts"], rows, attended)
         routed = normed(experts.after, weights, "experts_norm_after", routed)
         return None, normed(experts.mlp_after, weights, "mlp_norm_own", y) + routed
 
@@ -118,16 +126,16 @@ def layer_gives(
     read: tuple[jax.Array, jax.Array],
     attended: jax.Array,
     z: jax.Array | None,
-    model_mesh: ModelMesh | None = None,
+    function_of: FunctionOf = _itself,
 ) -> Stream:
     """The Stream after the layer. read: as `layer_reads` gives it. attended: x after attention. z: its layer input."""
     streams, x = read
-    x = mlp_sublayer(layer, weights, x, attended, model_mesh)
+    x = mlp_sublayer(layer, weights, x, attended, function_of)
     x = x if stream.late is None else x + stream.late
     late = None
     if layer.experts is not None and layer.is_late:
         rows = normed(layer.mlp_norms.before, weights, "mlp_norm", attended)
-        late = _distributed(layer.experts.moe, model_mesh)(weights["experts"], rows)
+        late = function_of(layer.experts.moe)(weights["experts"], rows)
     if layer.altup is not None:
         x = layer.altup.correct(weights["altup"], streams, x)
     if layer.layer_input is not None:
@@ -147,10 +155,6 @@ def whole_layer(
     read = layer_reads(layer, weights, stream)
     cache, attended = attention_sublayer(layer, weights, read[1], attention)
     return cache, layer_gives(layer, weights, stream, read, attended, z)
-
-
-def _distributed(mlp: MLP | MoE, model_mesh: ModelMesh | None) -> Callable:
-    return mlp if model_mesh is None else model_mesh.mlp(mlp)
 
 
 def last_x(config: ModelConfig, params: dict[str, Any], stream: Stream) -> jax.Array:
