@@ -78,7 +78,11 @@ def _forward(
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:  # fmt: skip
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
-    x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
+    sums, rows_of = BY_XLA, None
+    if model_mesh is not None:
+        sums = model_mesh.sums(len(token_ids), config.hidden_size)
+        rows_of = functools.partial(model_mesh.table_rows, sums)
+    x = embed_tokens(config, params, jnp.asarray(token_ids), positions, rows_of=rows_of)
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
     wanted = None if logits_at is None else as_array("logits_at", logits_at, "integers", (1,))
@@ -96,7 +100,7 @@ def _forward(
         caches, x = halves.forward(config, params, x, caches, step, model_mesh, early)
     else:
         caches, stream = _each_layer(
-            config, params, stream, inputs, caches, step, model_mesh, positions, encoded, early
+            config, params, stream, inputs, caches, step, model_mesh, positions, encoded, early, sums
         )
         x = last_x(config, params, stream)
     if wanted is not None and not is_taken_early:
@@ -106,7 +110,7 @@ def _forward(
 
 def _each_layer(
     config: ModelConfig, params, stream: Stream, inputs, caches, step: "_AttentionPlans", model_mesh: ModelMesh | None,
-    positions, encoded, wanted: jax.Array | None,
+    positions, encoded, wanted: jax.Array | None, sums: RankSums,
 ) -> tuple[list[PagedKV], Stream]:  # fmt: skip
     """(caches, the Stream after the last layer). inputs: the per-layer embeddings [T, layers, width], if any.
 
@@ -114,7 +118,6 @@ def _each_layer(
     depends on what follows.
     """
     caches, count = list(caches), len(config.layers)
-    sums = BY_XLA if model_mesh is None else model_mesh.sums(*stream.x.shape[-2:])
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles, at = step.angles(layer.rope), config.cache_of(i)
         caches[at], read, x = _self_attention(

@@ -13,7 +13,7 @@ from jattn.models.moe import MoE
 from jattn.models.residual import normed, residual
 from jattn.nn.attention_layer import linear
 from jattn.ops.product import product
-from jattn.ops.quantised import QuantisedArray, plain
+from jattn.ops.quantised import table_rows
 
 
 def embed_tokens(
@@ -22,9 +22,13 @@ def embed_tokens(
     token_ids: jax.Array,
     positions: jax.Array,
     token_types: jax.Array | None = None,
+    rows_of: Callable | None = None,
 ) -> jax.Array:
-    """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id."""
-    x = table_rows(params["embed"], token_ids)
+    """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id.
+
+    rows_of: `table_rows` of the vocabulary's table; None: that itself.
+    """
+    x = (rows_of or table_rows)(params["embed"], token_ids)
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.learned_positions:
@@ -36,16 +40,6 @@ def embed_tokens(
         raise ValueError(f"{config.family} has no token types; use token_types=None")
     x = normed(config.embedding_norm, params, "embedding_norm", x)
     return x if config.embedding_size is None else linear(params["embedding_projection"], x)
-
-
-def table_rows(table: "jax.Array | QuantisedArray", ids: jax.Array) -> jax.Array:
-    """table[ids], with ids clipped. Of a quantised table, whose axis is -1, the rows alone are dequantised.
-
-    The barrier keeps a conversion out of the loop over steps: XLA:CPU (JAX 0.10) would convert the whole bfloat16 table
-    to float32 before each loop.
-    """
-    table, ids = jax.lax.optimization_barrier((table, ids))
-    return plain(jax.tree.map(lambda array: array.at[ids].get(mode="clip"), table))
 
 
 class Stream(NamedTuple):

@@ -27,6 +27,7 @@ from jattn.models.sharded_attention import ShardedAttention, ShardedLatentAttent
 from jattn.models.sharded_products import REPLICATED, over_vocabulary, shard_map, sharded_mlp, shared_partition
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
+from jattn.ops.quantised import table_rows
 from jattn.parallel import head_partition, rank_spec
 from jattn.spec import AttentionSpec
 
@@ -316,6 +317,20 @@ class ModelMesh:
             return y if mlp.shared is None or shared is not None else y + mlp.of_shared(weights, x)
 
         return distributed
+
+    def table_rows(self, sums: RankSums, table: Any, ids: jax.Array) -> jax.Array:
+        """jattn.ops.quantised.table_rows of a table whose rows are distributed, if the ranks divide them."""
+        if sums.config is None or table.shape[0] % self.size:
+            return table_rows(table, ids)
+
+        def on_rank(part: Any, ids: jax.Array, sums: RankSums) -> jax.Array:
+            count = part.shape[0]
+            own = jnp.clip(ids, 0, table.shape[0] - 1) - jax.lax.axis_index(self.axes) * count
+            has = (own >= 0) & (own < count)
+            return sums(jnp.where(has[:, None], table_rows(part, own), 0), self.axes)
+
+        places = PartitionSpec(self.axes), REPLICATED, REPLICATED
+        return shard_map(self.inner_mesh, on_rank, places, REPLICATED)(table, ids, sums)
 
     def product_with_head(self, x: jax.Array, kernel: Any, *, transposed: bool) -> jax.Array:
         """The jattn.ops.product.product of hidden states and the head, or of a table of embeddings, transposed."""
