@@ -121,6 +121,11 @@ def mul(value, constant: int):
     return arith.muli(value, i32(constant))
 
 
+def bit(value, place: int):
+    """i32: the bit at `place` of a number."""
+    return arith.andi(arith.shrui(value, i32(place)), i32(1))
+
+
 def less(a, b):
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 
