@@ -40,7 +40,7 @@ BLOCK_KV = 64  # keys of a block: a narrow tile gives 16 to each of the four war
 NARROW_ROWS = (8, 16)  # the choices of narrow_rows
 MOST_COLUMNS_OF_TWO_HALVES = 128
 """The widest output for which a tile has two halves, which share each load of a key. On an H200 a prompt of 8192 tokens
-took 1567 us with two and 2232 with one; over an 8-bit cache 2256 and 3307, when two spilled 148 bytes a thread."""
+took 1556 us with two and 2212 with one, over an 8-bit cache 1967 and 3380 (2026-11-27, tiles of sm_80 and sm_86)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ The arguments, the work list, the algebra and the merge are those of paged_atten
 kernel's, but for warp_mma_sm80.py, whose products narrow tiles on Hopper use, too.
 """
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -30,28 +29,28 @@ from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import SMALL_ROWS, WarpKernelConfig
 from pallas_kernels.gpu.copies_sm80 import sync_warps
 from pallas_kernels.gpu.narrow_sm80 import narrow_tile
-from pallas_kernels.gpu.pieces_sm90 import HI, Piece, Refs, count_pieces, piece_from_list
+from pallas_kernels.gpu.pieces_sm90 import (
+    HI,
+    Piece,
+    Refs,
+    count_pieces,
+    output_types,
+    piece_from_list,
+    with_scale_pools,
+)
 from pallas_kernels.gpu.ptx_sm90 import put_numbers
 from pallas_kernels.gpu.wide_sm80 import wide_tile
 
 
 def launch(config: WarpKernelConfig, q, k_pages, v_pages, block_table, work, scales, per_head, token_scales):
     """(out [T, H, V], lse f32[T, H], partial outputs, partial lse in base 2); as _launch of paged_attention_sm90.py."""
-    num_tokens, num_heads, _ = q.shape
-    v_dim, slots = config.v_head_dim, 2 * config.num_ctas
-    out_type = [
-        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), jnp.dtype(config.result_dtype)),
-        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, v_dim), jnp.float32),
-        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
-    ]
 
     def ragged_paged_attention(*gmem):  # the kernel's name in a profile
         _kernel(config, *gmem)
 
     call = plgpu.kernel(
         ragged_paged_attention,
-        out_type=out_type,
+        out_type=output_types(config, q.shape[0], slots=2 * config.num_ctas),
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=1,  # of Pallas, each a warpgroup: four warps
@@ -64,22 +63,18 @@ def launch(config: WarpKernelConfig, q, k_pages, v_pages, block_table, work, sca
 def _kernel(cfg: WarpKernelConfig, *gmem):
     """One CTA: allocates, then computes its pieces."""
 
-    def tile(dtype, *shape):
-        return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
-
     def pieces(smem, small):
-        pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
         # Rows 0 and 1: rows of two blocks in the pool. 2: f32 [4 warps, 8 rows, 2] of a merge. 3: numbers of a piece.
-        refs = Refs(*pools, **smem, pool_rows=small, stats=small.at[2], piece_box=small.at[3])
+        refs = Refs(*with_scale_pools(cfg, gmem), **smem, pool_rows=small, stats=small.at[2], piece_box=small.at[3])
         lax.fori_loop(0, count_pieces(refs.cta, lax.axis_index("cta")), lambda j, _: _piece(cfg, refs, j), None)
 
     block, stages = cfg.block_kv, cfg.stages
-    smem = dict(k_tile=tile(cfg.kv_dtype, stages, block, cfg.head_dim))
-    smem["v_tile"] = tile(cfg.kv_dtype, stages, block, cfg.v_head_dim)
+    smem = dict(k_tile=rows.smem_tiles(cfg.kv_dtype, stages, block, cfg.head_dim))
+    smem["v_tile"] = rows.smem_tiles(cfg.kv_dtype, stages, block, cfg.v_head_dim)
     if cfg.query_shape:
-        smem["q_tile"] = tile(cfg.dtype, *cfg.query_shape)
+        smem["q_tile"] = rows.smem_tiles(cfg.dtype, *cfg.query_shape)
     if cfg.wide_tiles and cfg.quantised:
-        smem["decoded"] = tile(cfg.dtype, block, cfg.head_dim)
+        smem["decoded"] = rows.smem_tiles(cfg.dtype, block, cfg.head_dim)
     if cfg.token_scales:
         smem["token_scale"] = plgpu.SMEM((stages, 2 * block), jnp.float32)
     small = plgpu.SMEM((SMALL_ROWS, block), jnp.int32)  # one buffer for all, since each takes at least a KiB

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -59,6 +60,21 @@ class Refs:
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
     pipeline: object = 0  # which pipeline of the CTA this warpgroup belongs to
+
+
+def output_types(cfg: GpuKernelConfig, num_tokens: int, slots: int) -> list[jax.ShapeDtypeStruct]:
+    """Of Refs.out, lse, part and part_lse. slots: of partial results, two for each worker."""
+    return [
+        jax.ShapeDtypeStruct((num_tokens, cfg.num_heads, cfg.v_head_dim), jnp.dtype(cfg.result_dtype)),
+        jax.ShapeDtypeStruct((num_tokens, cfg.num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, cfg.v_head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
+    ]
+
+
+def with_scale_pools(cfg: GpuKernelConfig, gmem: tuple) -> tuple:
+    """A kernel's arrays as the first fields of Refs, with None for the pools of token scales that it was not given."""
+    return gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
 
 
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info
