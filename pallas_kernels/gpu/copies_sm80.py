@@ -37,11 +37,10 @@ def pool_rows(block_table, req, head, kv0, start, stop, *, block, page, columns,
         offset = arith.remui(key, ptx.i32(page))
         outer, size, inner = (head, page, offset) if heads_first else (offset, heads, head)
         inside = arith.addi(arith.muli(outer, ptx.i32(size)), inner)
-        text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
         wanted = _is_inside(key, start, stop)
-        page_id = ptx.asm_value(text, "=&r,l,r", place, wanted, pure=True)
+        page_id = ptx.asm_value(ptx.predicated_load("b32"), "=&r,l,r", place, wanted, pure=True)
         value = arith.addi(arith.muli(page_id, ptx.i32(heads * page)), inside)
-        value = arith.ori(value, arith.subi(wanted, ptx.i32(1)))
+        value = arith.ori(value, arith.subi(wanted, ptx.i32(1)))  # -1 where it is not wanted
         fragment = rows.empty_fragment((128,), PER_THREAD, ptx.int_type())
         rows.fill(fragment, lambda i: [value])
         return fragment

@@ -4,7 +4,9 @@
 or 89, as nvJitLink compiles: a call destroys a thread's first registers and all uniform ones, and mixed batches spilled
 up to 3776 bytes. `mma` and `movmatrix` are never calls. A number is passed as the sum of two or three bfloat16, since a
 product of bfloat16 with 1 is exact: three give every bit, and two all but 2^-16 of it, enough for a maximum, which
-need only be the same in every lane. Where shuffles are no calls, they are hardly faster (on an H200, up to 5 %).
+need only be the same in every lane. For a sum the constant matrix is all ones; for a maximum each product's matrix
+selects some lanes' numbers, which the product hands to the other lanes. Where shuffles are no calls, they are hardly
+faster (on an H200, up to 5 %).
 """
 
 import functools

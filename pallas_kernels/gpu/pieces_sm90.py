@@ -19,7 +19,11 @@ from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, convert
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """Every Ref of the kernel, with its shape."""
+    """Every Ref of the kernel, with its shape.
+
+    The warp-level kernel (paged_attention_sm80.py) has no barriers and no buffers from which tiles are converted. Its
+    q_tile is [tile_halves, 64, D], or [1, narrow_rows, D]; its stats, piece_box and pool_rows are rows of one buffer.
+    """
 
     q: object  # GMEM [T, H, D]
     k: object  # GMEM [N, K, S, D] (HND) or [N, S, K, D] (NHD)

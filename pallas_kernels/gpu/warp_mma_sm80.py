@@ -90,8 +90,8 @@ def load_queries(q_ref, tok0, head0, row0, nrows, *, rows8: int, dim: int, dtype
             for byte in range(0, 2 * dim, 16):
                 # two words of each 32 bytes: at 8 t and 8 t + 4 if decoded, else at 4 t and 4 t + 16
                 at = byte // 32 * 32 + byte % 32 // (4 if decoded else 1)
-                text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1+{}]; }}"
-                words.append(ptx.asm_value(text.format(at), "=&r,l,r", place, ptx.bool_to_i32(ok), pure=True))
+                text = ptx.predicated_load("b32", offset=f"+{at}")
+                words.append(ptx.asm_value(text, "=&r,l,r", place, ptx.bool_to_i32(ok), pure=True))
         return rows.fragment_of_words(shape, utils.dtype_to_ir_type(jnp.dtype(dtype)), words)
 
     return load(q_ref, tok0, head0, row0, nrows)
