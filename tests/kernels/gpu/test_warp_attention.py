@@ -1,11 +1,14 @@
 """The warp-level attention kernel: its reasons, its lowering, and its numbers in JAX's interpreter."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
+from benchmarks.gpu import operations
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED
@@ -294,3 +297,11 @@ LOWERED = {
 def test_lowers_for_cuda(name):
     """For the chip that JAX assumes where there is none, sm_90; `benchmarks.gpu.registers` compiles for the others."""
     assert len(lower(warp_config(**SHAPE | LOWERED[name])).mlir_module_serialized) > 10_000
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_no_barrier_has_the_number_of_a_warps_own(name):
+    """Barrier 1 + w is warp w's, of 32 threads; Mosaic's of a warpgroup, of 128 threads, is number 1, too."""
+    text = operations.text_of(operations.module_of(warp_config(**SHAPE | LOWERED[name])))
+    counts = set(re.findall(r"bar\.sync \$0, (\d+)", text))
+    assert counts == {"32"} and "bar.sync 0;" in text
