@@ -50,7 +50,7 @@ def launch(config: WarpKernelConfig, q, k_pages, v_pages, block_table, work, sca
 
     call = plgpu.kernel(
         ragged_paged_attention,
-        out_type=output_types(config, q.shape[0], slots=2 * config.num_ctas),
+        out_type=output_types(config, q.shape[0], slots=1 if config.whole_units else 2 * config.num_ctas),
         grid=(config.num_ctas,),
         grid_names=("cta",),
         num_threads=1,  # of Pallas, each a warpgroup: four warps

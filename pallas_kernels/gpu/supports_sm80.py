@@ -1,5 +1,7 @@
 """What the warp-level attention kernel cannot serve: `supports` gives every reason. Each list names what it can."""
 
+import dataclasses
+
 from pallas_kernels.gpu.config_sm80 import (
     BLOCK_KV,
     CHIPS,
@@ -8,6 +10,9 @@ from pallas_kernels.gpu.config_sm80 import (
     WarpKernelConfig,
 )
 from pallas_kernels.gpu.supports import shape_reasons
+
+OF_HOPPER = ("q_buffers", "keys_first", "fixed_max", "cap_fourths", "merges_inside", "pipelines")
+"""Fields of a config that this kernel does not read. Some of them change the work list, which it would not finish."""
 
 
 def supports(config: WarpKernelConfig) -> list[str]:
@@ -22,7 +27,11 @@ def supports(config: WarpKernelConfig) -> list[str]:
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(c.block_kv != BLOCK_KV, f"block_kv {c.block_kv}: wanted {BLOCK_KV}")
     refuse(c.stages < c.least_stages, f"stages {c.stages}: wanted at least {c.least_stages}")
-    refuse(c.fixed_max or c.cap_fourths > 0, "fixed_max or cap_fourths: the Hopper kernel's, wanted neither")
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        wanted = f"{field.name} {value}: a choice of the Hopper kernel, wanted {field.default}"
+        refuse(field.name in OF_HOPPER and value != field.default, wanted)
+    refuse(c.num_ctas < 1, f"num_ctas {c.num_ctas}: wanted at least 1")
     refuse(c.compute_dtype is not None, f"compute_dtype {c.compute_dtype}: wanted sm_90 and pages of a multiple of 8")
     if not reasons and c.smem_bytes > CHIPS[c.chip].smem_cta:
         reasons.append(f"{c.smem_bytes} bytes of shared memory; there are {CHIPS[c.chip].smem_cta} on {c.chip}")

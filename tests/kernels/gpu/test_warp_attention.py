@@ -224,7 +224,11 @@ REFUSED = {
     "blocks of 128": (dict(block_kv=128), "block_kv 128: wanted 64"),
     "two halves of 256 columns": (dict(head_dim=256, v_head_dim=256, tile_halves=2), "tile_halves 2: wanted"),
     "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
-    "fixed max": (dict(fixed_max=True), "the Hopper kernel's"),
+    "fixed max": (dict(fixed_max=True), "fixed_max True: a choice of the Hopper kernel, wanted False"),
+    "two pipelines": (dict(pipelines=2), "pipelines 2: a choice of the Hopper kernel, wanted 1"),
+    "a merge inside": (dict(rows=4, merges_inside=True), "merges_inside True: a choice of the Hopper kernel"),
+    "one query buffer": (dict(q_buffers=1), "q_buffers 1: a choice of the Hopper kernel, wanted 2"),
+    "no CTA": (dict(num_ctas=0), "num_ctas 0: wanted at least 1"),
 }
 
 
