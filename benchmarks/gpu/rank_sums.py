@@ -1,4 +1,4 @@
-"""Sums of one array of every card (rank_sum_sm90.py) beside NCCL's and XLA's all-reduces.
+"""Sums of one array of every card (rank_sum_sm90.py) beside XLA's all-reduces, by NCCL, and by NCCL in CUDA graphs.
 
     python -m benchmarks.gpu.rank_sums [--ranks 2] [--write | --out DIR] [--small]
 
@@ -28,10 +28,7 @@ CASES = (
 SUMS = 32  # in a program
 REPEATS = 30  # whose bits are compared
 IN_GRAPHS = {"xla_gpu_enable_command_buffer": COMMAND_BUFFERS + ",COLLECTIVES"}
-BY_KERNEL = {"xla_gpu_experimental_use_collective_kernels": "all_reduce"}
-WAYS: dict[str, tuple[bool, dict]] = {
-    "launch": (True, {}), "nccl": (False, {}), "nccl, graph": (False, IN_GRAPHS), "xla": (False, BY_KERNEL),
-}  # fmt: skip
+WAYS: dict[str, tuple[bool, dict]] = {"launch": (True, {}), "nccl": (False, {}), "nccl, graph": (False, IN_GRAPHS)}
 
 
 def chain(by_launch: bool, ranks: int, x: jax.Array) -> jax.Array:
