@@ -208,11 +208,15 @@ def _gradients() -> str:
     """Which features leave the gradient of packed keys on a GPU to cuDNN."""
     backend = registry.load("pallas_gpu")
     asked = {f: fields for f, fields in FIELDS.items() if "cache" not in fields and takes("pallas_gpu", fields)}
-    of = {f: backend.gradient_by(jattn.AttentionSpec(**LAYER | fields), None) for f, fields in asked.items()}
+    of = {
+        f: backend.gradient_by(jattn.AttentionSpec(**LAYER | fields), None, CHIPS["gpu"]) for f, fields in asked.items()
+    }
     sdpa = [SPELLED[feature] for feature, who in of.items() if who != "cuDNN"]
     return (
         "The gradient of `jattn.attention` by `pallas_gpu` is cuDNN's. That of `sdpa`, which is slower, is taken with "
-        f"{', '.join(sdpa)}, `causal=[...]` and where a causal batch has computed tokens."
+        f"{', '.join(sdpa)}, `causal=[...]` and where a causal batch has computed tokens. "
+        "On other GPUs than sm_90, 100 and 103 it is also taken with heads above 128, and unless all requests are "
+        "known to have one even length while jit traces."
     )
 
 

@@ -131,11 +131,15 @@ def are_peers(devices: Sequence[Any]) -> bool:
 
 
 def chip_of(platform: "str | Chip | None") -> Chip:
-    """The Chip that a `platform` argument means: a Chip, a platform's name, or None for JAX's default device."""
+    """The Chip that a `platform` argument means: a Chip, a platform's name, or None for JAX's default device.
+
+    Compilers name a chip by several targets: sm_90a, sm_100f and sm_120a are sm_90, sm_100 and sm_120.
+    """
     if platform is None:
         return detect()
     if isinstance(platform, Chip):
-        return platform
+        capability = platform.compute_capability
+        return dataclasses.replace(platform, generation=f"sm_{capability}") if capability else platform
     name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform) if isinstance(platform, str) else None
     if name not in PLATFORMS:
         raise ValueError(

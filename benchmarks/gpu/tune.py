@@ -132,7 +132,10 @@ def tune(kernel: Hopper | Warps, case: cases.KernelCase, kind: str, report) -> d
 
 
 def check_place(chip: str, path: pathlib.Path) -> None:
-    """ValueError or OSError before minutes of measuring: for a chip without a kernel, or a file that cannot be kept."""
+    """ValueError or OSError before minutes of measuring: without a GPU, for a chip without a kernel, or for a file that
+    cannot be kept."""
+    if (here := device.detect()).platform != "gpu":
+        raise ValueError(f"it needs a GPU; this process runs on {here.platform}")
     reasons = [] if chip in CHIPS else [f"chip {chip or 'unknown'}: wanted one of {', '.join(CHIPS)}"]
     if reasons := reasons or version_reasons(device.Chip("gpu", chip)):
         raise ValueError(f"there is no kernel to tune here: {'; '.join(reasons)}")

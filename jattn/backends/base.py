@@ -260,7 +260,9 @@ class AttentionBackend(BackendMethods):
         return tuple(reasons)
 
     @classmethod
-    def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
+    def gradient_by(
+        cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip, dtypes: tuple[str, ...] = ()
+    ) -> str:
         """What computes the gradient of a layer that is supported, and why: for jattn.explain. "": there is one way."""
         return ""
 

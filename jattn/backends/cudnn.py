@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.backends.capability import Question
+from jattn.device import Chip
 from jattn.metadata.attention_type import keys_of, queries_of
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.state import AttentionState
@@ -23,6 +24,10 @@ from pallas_kernels.gpu.zero_rows_sm90 import zero_rows
 DTYPES = ("bfloat16", "float16")
 FEATURES = (Feature.SLIDING_WINDOW, Feature.LSE, Feature.PACKED)
 MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_DENSE = 128  # of the GPUs that are not in SEGMENTS_ON
+SEGMENTS_ON = (90, 100, 103)
+"""Compute capabilities on which cuDNN takes segments. Before Hopper JAX refuses them, and heads above 128. On sm_120
+older versions of cuDNN have none, and newer ones other statistics. Elsewhere it takes batches of one length only."""
 MAX_STATISTICS = 2**30
 """Bytes. cuDNN keeps 4 for each request, head and token of the batch until the backward pass."""
 
@@ -35,13 +40,19 @@ class Lengths(enum.Enum):
     EQUAL = "equal"  # all requests have one length, an even one, and there is no padding
 
 
-def layer_reasons(spec: AttentionSpec, dtype: str) -> tuple[str, ...]:
+def takes_segments(chip: Chip) -> bool:
+    """Does cuDNN take batches of several lengths on this GPU? An unknown one is taken for Hopper."""
+    return chip.compute_capability in (0, *SEGMENTS_ON)
+
+
+def layer_reasons(spec: AttentionSpec, dtype: str, chip: Chip) -> tuple[str, ...]:
     """Why cuDNN does not compute the gradient of this layer for queries and keys of `dtype`. Empty: it does."""
     found = [option for feature, option in Question.of(spec).needs if feature not in FEATURES]
     if dtype not in DTYPES:
         found.append(f"{dtype} (only {' and '.join(DTYPES)})")
-    if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM:
-        found.append(f"head_dim={spec.head_dim} (only multiples of 8 up to {MAX_HEAD_DIM})")
+    most = MAX_HEAD_DIM if takes_segments(chip) else MAX_HEAD_DIM_DENSE
+    if spec.head_dim % 8 or spec.head_dim > most:
+        found.append(f"head_dim={spec.head_dim} (only multiples of 8 up to {most})")
     if spec.sliding_window is not None and spec.attn_type is not AttentionType.DECODER:
         found.append(f"sliding_window={spec.window} without causality")
     return tuple(found)

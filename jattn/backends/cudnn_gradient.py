@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jattn.backends import cudnn
 from jattn.cache import KVCacheSpec
+from jattn.device import Chip
 from jattn.metadata.attention_type import queries_of
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.ops.gradient import packed_gradient
@@ -28,6 +29,9 @@ class PackedKernel(Protocol):
     def spec(self) -> AttentionSpec: ...
 
     @property
+    def chip(self) -> Chip: ...
+
+    @property
     def lengths(self) -> cudnn.Lengths:
         """What is known of the batch."""
         ...
@@ -39,19 +43,26 @@ class PackedKernel(Protocol):
         ...
 
 
-def applies(spec: AttentionSpec, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> bool:
+def applies(impl: PackedKernel, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> bool:
     """Does cuDNN compute the gradient of this layer and batch, wherever its lengths are as cuDNN needs them?"""
+    if impl.lengths is not cudnn.Lengths.EQUAL and not cudnn.takes_segments(impl.chip):
+        return False
     plain = q.dtype == k.dtype == v.dtype and not jax.tree.leaves(params)
-    reasons = cudnn.layer_reasons(spec, q.dtype.name)
-    return plain and not reasons and not cudnn.batch_reasons(spec, meta, q.shape[0], k.shape[0])
+    reasons = cudnn.layer_reasons(impl.spec, q.dtype.name, impl.chip)
+    return plain and not reasons and not cudnn.batch_reasons(impl.spec, meta, q.shape[0], k.shape[0])
 
 
-def chosen(spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...]) -> str:
+def chosen(spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...], chip: Chip) -> str:
     """Whose gradient a layer takes, and why not cuDNN's. dtypes: of the queries first; empty: bfloat16."""
     if cache_spec is not None:
         return "sdpa, as cuDNN takes packed keys only"
-    reasons = cudnn.layer_reasons(spec, dtypes[0] if dtypes else "bfloat16")
-    return f"sdpa, as cuDNN takes no {', '.join(reasons)}" if reasons else "cuDNN"
+    if reasons := cudnn.layer_reasons(spec, dtypes[0] if dtypes else "bfloat16", chip):
+        return f"sdpa, as cuDNN takes no {', '.join(reasons)}"
+    if cudnn.takes_segments(chip):
+        return "cuDNN"
+    return (
+        f"sdpa; cuDNN where all requests are known to have one even length, as it takes no others on {chip.generation}"
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -22,7 +22,7 @@ from jattn.spec import AttentionSpec
 from jattn.types import AttentionType
 from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.gpu.config import GpuKernelConfig
-from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
+from pallas_kernels.gpu.config_sm80 import CHIPS, WarpKernelConfig
 from pallas_kernels.gpu.supports import COPY_ROWS, supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tile_policy import default_config
@@ -112,8 +112,10 @@ def config_reasons(config: GpuKernelConfig) -> list[str]:
 
 
 def version_reasons(chip: Chip) -> list[str]:
-    """JAX before 0.12 lowers Mosaic GPU kernels for sm_90 only, whatever `platform` says."""
-    if _is_hopper(chip) or jax.__version_info__ >= WARPS_SINCE or device.detect().generation == HOPPER.generation:
+    """JAX before 0.12 lowers Mosaic GPU kernels for sm_90 only, whatever `platform` says. No JAX helps another chip."""
+    if _is_hopper(chip) or chip.generation not in CHIPS:
+        return []
+    if jax.__version_info__ >= WARPS_SINCE or device.detect().generation == HOPPER.generation:
         return []
     return [f"chip {chip.generation} with JAX {jax.__version__}: its Mosaic GPU needs sm_90; wanted JAX 0.12 or newer"]
 

@@ -111,7 +111,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     def forward_packed(self, q, k, v, meta: CommonAttentionMetadata, params: AttentionParams) -> AttentionState:
         """Copies packed keys to a temporary cache. If a gradient is taken, cuDNN computes both instead where it can."""
-        if not self.invariant and cudnn_gradient.applies(self.spec, q, k, v, meta, params):
+        if not self.invariant and cudnn_gradient.applies(self, q, k, v, meta, params):
             state: Any = cudnn_gradient.attend(self, q, k, v, meta, params)
             return state
         return self.forward_copied(q, k, v, meta, params)
@@ -277,5 +277,7 @@ class PallasGpuBackend(PagedKernelBackend):
         return None
 
     @classmethod
-    def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
-        return cudnn_gradient.chosen(spec, cache_spec, dtypes)
+    def gradient_by(
+        cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip, dtypes: tuple[str, ...] = ()
+    ) -> str:
+        return cudnn_gradient.chosen(spec, cache_spec, dtypes, chip)

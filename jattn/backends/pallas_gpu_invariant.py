@@ -9,6 +9,7 @@ import dataclasses
 from jattn.backends.gpu_plan import PallasGpuMetadataBuilder
 from jattn.backends.pallas_gpu import PallasGpuBackend, PallasGpuImpl
 from jattn.cache import KVCacheSpec
+from jattn.device import Chip
 from jattn.spec import AttentionSpec
 from jattn.types import Feature
 
@@ -37,5 +38,7 @@ class InvariantGpuBackend(PallasGpuBackend):
     features = (PallasGpuBackend.features | {Feature.BATCH_INVARIANCE}) - {Feature.CASCADE, Feature.DCP, Feature.RSWA}
 
     @classmethod
-    def gradient_by(cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, dtypes: tuple[str, ...] = ()) -> str:
+    def gradient_by(
+        cls, spec: AttentionSpec, cache_spec: KVCacheSpec | None, chip: Chip, dtypes: tuple[str, ...] = ()
+    ) -> str:
         return "sdpa"

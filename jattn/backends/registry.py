@@ -259,7 +259,7 @@ def _cached_reports(spec, cache_spec, chip: Chip, needs, dtypes, table) -> Expla
     def report(name: str) -> BackendReport:
         backend = load(name)
         reasons = backend.reasons(spec, cache_spec, chip, needs, dtypes)
-        gradient = "" if reasons else backend.gradient_by(spec, cache_spec, dtypes)
+        gradient = "" if reasons else backend.gradient_by(spec, cache_spec, chip, dtypes)
         kernel = "" if reasons else backend.kernel_name(chip, cache_spec)
         return BackendReport(name, not reasons, reasons, kernel, gradient)
 

@@ -69,7 +69,7 @@ def shape_reasons(config: GpuKernelConfig) -> Reasons:
     kv_dtypes = (c.dtype, *KV_DTYPES_8BIT)
     refuse(c.kv_dtype not in kv_dtypes, f"kv dtype {c.kv_dtype} with q {c.dtype}: wanted one of {', '.join(kv_dtypes)}")
     refuse(c.num_heads % c.num_kv_heads != 0, f"{c.num_heads} heads are not a multiple of {c.num_kv_heads} kv heads")
-    refuse(c.num_heads // c.num_kv_heads > 128, "more than 128 query heads on one kv head")
+    refuse(c.group > 128, f"{c.group} query heads on one kv head: wanted at most 128")
     for name, dim in (("head_dim", c.head_dim), ("v_head_dim", c.v_head_dim)):
         refuse(dim % 16 != 0 or not 16 <= dim <= 256, f"{name} {dim}: wanted a multiple of 16 up to 256")
         thin = c.quantised and c.kv_dtype in KV_DTYPES_8BIT and swizzle_bytes(dim, c.kv_dtype) < 32

@@ -82,9 +82,10 @@ def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
     """As largest_tiles, but measured by `python -m jattn bench --tune`; {} for a shape that the chip's table lacks.
 
     A row is not used if the kernel refuses it, or if it does not fit this config's options or another card of the chip.
+    Tables of other names are those of other kernels.
     """
     kind = "long" if config.long_tiles else "few"
-    if config.token_scales or config.wide_tiles != config.long_tiles:  # not measured
+    if config.chip not in CHIPS or config.token_scales or config.wide_tiles != config.long_tiles:  # not measured
         return {}
     tiles = measured_table(config.chip).get((config.head_dim, config.v_head_dim, config.kv_dtype, kind), {})
     if not tiles:

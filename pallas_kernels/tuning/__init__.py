@@ -23,7 +23,7 @@ def read_rows(path: pathlib.Path, *, texts: tuple[str, ...], counts: tuple[str, 
         return [
             {name: _text(row[name]) for name in texts} | {name: _count(row[name]) for name in counts} for row in rows
         ]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{path} is not a table of tile sizes ({why}); delete it, or write it anew with `jattn bench --tune`"

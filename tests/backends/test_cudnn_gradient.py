@@ -9,7 +9,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 import jattn
-from jattn.backends import cudnn
+from jattn.backends import cudnn, cudnn_gradient
 from jattn.backends.pallas_gpu import PallasGpuImpl
 from jattn.backends.sdpa import SdpaImpl
 from jattn.device import Chip
@@ -239,6 +239,44 @@ def test_cudnn_computes_the_forward_pass_once_and_nothing_else_does(monkeypatch,
     assert "stablehlo.case" not in text
 
 
+OTHER_CHIPS = ("sm_80", "sm_86", "sm_89", "sm_120")
+
+
+@pytest.mark.parametrize("lens, traced, by_cudnn", [([64, 64], False, 1), ([64, 64], True, 0), ([60, 3], False, 0)])
+@pytest.mark.parametrize("chip", ["sm_86", "sm_120"])
+def test_other_chips_than_hopper_get_a_gradient_of_every_batch(monkeypatch, chip, lens, traced, by_cudnn):
+    """Lowered for CUDA with JAX's own checks: it refused segments on Ampere and Ada."""
+    capability = lambda wanted: int(chip[3:]) >= 10 * float(wanted)  # noqa: E731
+    checks = dict(
+        check_cudnn_version=lambda: 91000, check_compute_capability=capability,
+        is_cuda_compute_capability_equal=lambda capability: False,
+    )  # fmt: skip
+    for name, value in checks.items():
+        monkeypatch.setattr(fused_attention_stablehlo, name, value)
+    meta, arrays = batch(lens, traced=traced), inputs(sum(lens), sum(lens))
+    who = PallasGpuImpl(jattn.AttentionSpec(**LAYER), None, Chip("gpu", chip))
+    step = lambda *args: both_ways(who, *args[:4], args[4] if traced else meta)  # noqa: E731
+    targets = ("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward", "mosaic_gpu_v2")
+    unchecked = [jax.export.DisabledSafetyCheck.custom_call(name) for name in targets]
+    export = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=unchecked)
+    text = export(*arrays, *([meta] if traced else [])).mlir_module()
+    assert [text.count(f"custom_call @{name}(") for name in targets[:2]] == [by_cudnn] * 2
+
+
+@pytest.mark.parametrize("chip", OTHER_CHIPS)
+def test_what_cudnn_has_on_other_chips_is_told(chip):
+    spec, wide = (jattn.AttentionSpec(**LAYER | dict(head_dim=d)) for d in (128, 256))
+    told = lambda layer: cudnn_gradient.chosen(layer, None, (), Chip("gpu", chip))  # noqa: E731
+    assert (
+        told(spec)
+        == f"sdpa; cuDNN where all requests are known to have one even length, as it takes no others on {chip}"
+    )
+    assert told(wide) == "sdpa, as cuDNN takes no head_dim=256 (only multiples of 8 up to 128)"
+    assert (
+        cudnn_gradient.chosen(wide, None, (), HOPPER) == cudnn_gradient.chosen(wide, None, (), Chip("gpu")) == "cuDNN"
+    )
+
+
 def test_explain_says_what_computes_the_gradient():
     told = lambda cache=None, **layer: next(  # noqa: E731
         r for r in jattn.explain(jattn.AttentionSpec(**LAYER | dict(head_dim=64) | layer), cache, HOPPER)
@@ -271,8 +309,8 @@ def test_explain_says_what_computes_the_gradient():
 )
 def test_what_cudnn_does_not_have_is_named(change, reason):
     spec = dataclasses.replace(jattn.AttentionSpec(**LAYER), **change)
-    assert any(why.startswith(reason) for why in cudnn.layer_reasons(spec, "bfloat16"))
-    assert not cudnn.layer_reasons(jattn.AttentionSpec(**LAYER), "bfloat16")
+    assert any(why.startswith(reason) for why in cudnn.layer_reasons(spec, "bfloat16", HOPPER))
+    assert not cudnn.layer_reasons(jattn.AttentionSpec(**LAYER), "bfloat16", HOPPER)
 
 
 def test_what_cudnn_does_not_have_in_a_batch_is_named(impl, calls):

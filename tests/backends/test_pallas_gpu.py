@@ -133,6 +133,21 @@ def test_other_chips_take_the_warp_level_kernel_where_jax_lowers_for_them(genera
     assert isinstance(config, WarpKernelConfig) and config.chip == generation
 
 
+@pytest.mark.parametrize("target", ["sm_90a", "sm_80a", "sm_100f", "sm_120a"])
+def test_a_chip_is_the_same_by_the_name_of_a_compilers_target(target):
+    """Each was refused, and 'auto' took sdpa."""
+    layer = jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL)
+    named, plain = Chip("gpu", target), Chip("gpu", target[:-1])
+    assert jattn.explain(*layer, platform=named) == jattn.explain(*layer, platform=plain)
+    assert jattn.PagedAttention(*layer, platform=named) == jattn.PagedAttention(*layer, platform=plain)
+
+
+def test_no_version_of_jax_is_asked_for_where_none_helps(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert gpu_kernel.version_reasons(Chip("gpu", "sm_86"))
+    assert not gpu_kernel.version_reasons(Chip("gpu", "sm_75"))
+
+
 def test_a_card_gets_as_many_ctas_as_its_own_multiprocessors_hold(monkeypatch):
     """An L4 has 58, and an RTX 4090, of the same chip, 128. A chip that is only named gets those of its largest."""
     monkeypatch.setattr(jattn.device, "processors", lambda: 58)
@@ -266,6 +281,8 @@ REFUSED = [
     (dict(cache=dict(dtype="float32")), "kv_cache_dtype not supported: float32"),
     (dict(chip=Chip("gpu", "sm_75")), "compute capability not supported"),
     (dict(chip=Chip("gpu", "sm_130")), "chip sm_130: wanted one of sm_80"),
+    (dict(chip=Chip("gpu", "nvidia_h200")), "chip nvidia_h200: wanted one of sm_80"),
+    (dict(spec=dict(num_heads=129, num_kv_heads=1), cache=dict(num_kv_heads=1)), "129 query heads on one kv head"),
     (
         dict(chip=Chip("gpu", "sm_86"), spec=dict(head_dim=80), cache=dict(INT8, head_dim=80)),
         "with an 8-bit cache: wanted a multiple of 32",

@@ -5,10 +5,11 @@ import json
 import pytest
 
 from benchmarks.gpu import cases, check, tune
+from jattn.device import Chip
 from pallas_kernels.gpu import tile_policy_sm80
 from pallas_kernels.gpu.supports_sm80 import supports
 
-CHIP = "sm_86"
+CHIP, HOPPER = "sm_86", Chip("gpu", "sm_90")
 
 
 @pytest.fixture
@@ -23,6 +24,7 @@ def tuned(tmp_path, monkeypatch):
 
     monkeypatch.setattr(check, "run_case", run_case)
     monkeypatch.setattr(tune, "version_reasons", lambda chip: [])
+    monkeypatch.setattr(tune.device, "detect", lambda: HOPPER)
     path = tmp_path / "sm_86.json"
     assert tune.main(["--chip", CHIP, "--out", str(path)]) == 0
     return path
@@ -68,10 +70,11 @@ def forget():
 SHAPE = dict(chip=CHIP, num_heads=8, num_kv_heads=2, head_dim=128, v_head_dim=128, page_size=16)
 ROW = dict(head_dim=128, v_head_dim=128, kv_dtype="bfloat16", kind="long", tile_halves=1, stages=1, ctas=1)
 BROKEN_ROWS = (ROW | dict(stages="two"), ROW | dict(ctas=0), {name: ROW[name] for name in ROW if name != "ctas"})
-BROKEN = ["", "{", "[]", "{}", '{"rows": 3}', '{"rows": [3]}', *(json.dumps(dict(rows=[row])) for row in BROKEN_ROWS)]
+BROKEN = ["", "{", "[]", "{}", '{"rows": 3}', '{"rows": [3]}', "[" * 10**5]
+BROKEN += [*(json.dumps(dict(rows=[row])) for row in BROKEN_ROWS)]
 
 
-@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize("text", BROKEN, ids=lambda text: text[:80])
 def test_a_file_that_is_no_table_is_refused_by_name(config_with, text):
     with pytest.raises(ValueError, match="sm_86.json is not a table of tile sizes .*jattn bench --tune"):
         config_with(text)
@@ -84,6 +87,13 @@ def test_a_row_that_the_chip_cannot_have_is_not_used(config_with, tiles):
     assert config_with(json.dumps(dict(rows=[ROW | tiles]))) == rule and not supports(rule)
 
 
+@pytest.mark.parametrize("chip", ["nvidia_h200", "tpu_v5e", "../sm_86", "x" * 300])
+def test_the_table_of_another_kernel_or_path_is_not_read(chip):
+    """The name of a card for that of its chip: an error said to delete the tiles measured on H200s."""
+    reasons = supports(tile_policy_sm80.warp_config(**SHAPE | dict(chip=chip)))
+    assert any(f"chip {chip}: wanted one of" in reason for reason in reasons)
+
+
 def test_a_row_of_long_tiles_is_for_no_batch_of_64_rows(config_with):
     """Two halves would compute 64 rows that no request has."""
     table = json.dumps(dict(rows=[ROW | dict(tile_halves=2), ROW | dict(kind="few", stages=2, later_column="x")]))
@@ -94,20 +104,23 @@ def test_a_row_of_long_tiles_is_for_no_batch_of_64_rows(config_with):
 
 def test_what_cannot_be_tuned_or_kept_is_refused_before_it_is_measured(tmp_path, monkeypatch):
     monkeypatch.setattr(check, "run_case", lambda *args, **fields: pytest.fail("measured"))
-    for chip, out, error in (
-        ("sm_75", tmp_path / "x.json", "chip sm_75: wanted one of"),
-        ("", tmp_path / "x.json", "chip unknown: wanted one of"),
-        ("sm_90", tmp_path / "no" / "x.json", "No such file"),
-        ("sm_90", tmp_path, "is a folder"),
+    for here, out, error in (
+        (Chip("gpu", "sm_75"), tmp_path / "x.json", "chip sm_75: wanted one of"),
+        (Chip("gpu"), tmp_path / "x.json", "chip unknown: wanted one of"),
+        (HOPPER, tmp_path / "no" / "x.json", "No such file"),
+        (HOPPER, tmp_path, "is a folder"),
+        (Chip("cpu"), tmp_path / "x.json", "needs a GPU; this process runs on cpu"),
     ):
-        monkeypatch.setattr(tune.device, "detect", lambda chip=chip: tune.device.Chip("gpu", chip))
-        with pytest.raises((ValueError, OSError), match=error):
-            tune.main(["--out", str(out)])
+        monkeypatch.setattr(tune.device, "detect", lambda here=here: here)
+        for chosen in ([], ["--chip", CHIP]) if here == Chip("cpu") else ([],):
+            with pytest.raises((ValueError, OSError), match=error):
+                tune.main(["--out", str(out), *chosen])
     assert not list(tmp_path.iterdir())
 
 
 def test_a_card_with_wrong_numbers_is_told_so(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "version_reasons", lambda chip: [])
+    monkeypatch.setattr(tune.device, "detect", lambda: HOPPER)
     monkeypatch.setattr(check, "run_case", lambda case, args, **fields: dict(us=1.0, rel_err=0.5))
     with pytest.raises(RuntimeError, match="wrong numbers"):
         tune.main(["--chip", CHIP, "--out", str(tmp_path / "x.json")])
