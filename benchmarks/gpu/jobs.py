@@ -45,7 +45,8 @@ def is_wanted(label: str, args: argparse.Namespace) -> bool:
 def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], file: str) -> int:
     """The number of wrong results. A job: the columns that name it, and the work, which returns the others.
 
-    A kernel that waits for ever cannot be stopped, so a case that is stuck ends the process.
+    A kernel that waits for ever cannot be stopped, so a case that is stuck ends the process. A case for which the card
+    has too little memory says nothing about the numbers, and is not counted.
     """
     begin, failed, skipped = time.time(), 0, []
     for names, work in jobs:
@@ -60,9 +61,11 @@ def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], f
         guard.start()
         row = names | cupti.attempt(work)
         guard.cancel()
-        failed += not row["ok"]
+        lacks_memory = "RESOURCE_EXHAUSTED" in str(row.get("error", ""))
+        failed += not row["ok"] and not lacks_memory
         cells = [f"{k}={row[k]:.4g}" if isinstance(row[k], float) else f"{k}={row[k]}" for k in FIGURES if k in row]
-        print("ok   " if row["ok"] else "WRONG", f"{label:60s}", *cells, f"({row['wall_s']} s)", flush=True)
+        verdict = "ok   " if row["ok"] else "no memory" if lacks_memory else "WRONG"
+        print(verdict, f"{label:60s}", *cells, f"({row['wall_s']} s)", flush=True)
         records.write([origin | row], file, records.folder_of(args))
     print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
     return failed

@@ -204,7 +204,7 @@ def topology_of(chip: str):
 
 
 def attention(config: WarpKernelConfig, tokens: int = 64, requests: int = 8):
-    """(attention and merge, the shapes of their arguments)."""
+    """(attention and its merge, the shapes of the arguments)."""
     c, shape = config, jax.ShapeDtypeStruct
     order = (c.num_kv_heads, c.page_size)
     pool = (32, *(order if c.layout == "HND" else order[::-1]))
@@ -232,7 +232,7 @@ def attention(config: WarpKernelConfig, tokens: int = 64, requests: int = 8):
 
 
 def write_kv(tokens: int = 64):
-    """The same of a write of bfloat16 keys and values, as if they had a scale of each token, too."""
+    """(write, the shapes of its arguments): of bfloat16 keys and values, as if they had a scale of each token, too."""
     shape = jax.ShapeDtypeStruct
     pool, scales = shape((32, 8, 16, 128), jnp.bfloat16), shape((32, 8, 16), jnp.float32)
     new, new_scales = shape((tokens, 8, 128), jnp.bfloat16), shape((tokens, 8), jnp.float32)
@@ -245,7 +245,7 @@ def write_kv(tokens: int = 64):
 
 
 def rotate_kv(tokens: int = 64):
-    """The same of the write that rotates queries and keys before."""
+    """(write that first rotates queries and keys, the shapes of its arguments)."""
     shape = jax.ShapeDtypeStruct
     pool, angles = shape((32, 8, 16, 128), jnp.bfloat16), shape((tokens, 64), jnp.float32)
     sizes = RotateWrite(
@@ -257,7 +257,7 @@ def rotate_kv(tokens: int = 64):
 
 
 def write_8_bits(chip: str, **fields):
-    """The same of a backend's write of bfloat16 keys and values to a cache of 8 bits."""
+    """(a backend's write of bfloat16 keys and values to a cache of 8 bits, the shapes of its arguments)."""
     spec = KVCacheSpec(num_blocks=32, block_size=16, num_kv_heads=8, head_dim=128, layout="HND", **fields)
     cache = jax.eval_shape(lambda: empty_cache(spec, platform=Chip("gpu", chip)))
     rows, slots = jax.ShapeDtypeStruct((64, 8, 128), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.int32)
@@ -265,7 +265,7 @@ def write_8_bits(chip: str, **fields):
 
 
 def write(chip: str, case: str):
-    """The same of a case of WRITES."""
+    """(the write of a case of WRITES, the shapes of its arguments)."""
     if case == "write_kv_pages_e4m3":
         return write_8_bits(chip, dtype="float8_e4m3fn", quant="per_tensor")
     if case == "write_kv_pages_int8_tokens":

@@ -7,12 +7,12 @@
 
 The program is in the CUDA toolkit and in the package nvidia-cuda-sanitizer-api. Only Mosaic's kernels are checked. DIR
 gets summary.jsonl, a row for each run, and logs.txt, what the tools wrote. A run is clean if the tool found nothing and
-the numbers are right. In one process, memcheck crashed after three cases. Runs begin in the order of --only, or of
-SAMPLE, a tool after the other, so that what must be known first comes first, and none in the last seconds.
+the numbers are right. Each variant has a process, since memcheck crashed after three cases in one. Runs begin tool by
+tool, in the order of --only or of SAMPLE, and none begins in the last 20 seconds.
 
 Each tool's first run is a control: a kernel with a fault of the kind that the tool looks for (synccheck has none). If
-the fault is not reported, the tool sees no kernel of ours (its filter of names, a machine that it does not support),
-clean runs say nothing, and those of the tool that have not begun are left out.
+the fault is not reported, the tool does not see our kernels (because of its filter of names, or a machine that it does
+not support): its clean runs prove nothing, and those that have not begun are left out.
 """
 
 import argparse
@@ -53,7 +53,7 @@ CONTROLS = {"racecheck": "control race", "memcheck": "control bounds"}
 FOUND, WRONG = 9, 8  # exit codes
 LEAST = 20  # seconds: a process that imports JAX and compiles a kernel takes as long
 LONGEST_LOG = 20_000  # characters of a run's log that are kept
-PROCESSORS = 16  # whose CTAs the warp-level kernel has; of more, most would have no work
+PROCESSORS = 16  # multiprocessors for which the warp-level kernel has CTAs; with more, most CTAs would have no work
 WARPS = (
     "mix", "mix_window", "mix_spans", "mix_qq", "mix_sinks", "mix_d64_v64", "mix_d256_v256", "mix_fp8", "mix_int8",
     "mix_all",

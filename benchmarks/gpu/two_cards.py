@@ -9,6 +9,7 @@ serve2_xla   without the launches of `tail`: all-reduces by NCCL
 serve2_shot  the same, by XLA's own all-reduce kernels
 serve2_graph as serve2, with NCCL's calls in CUDA graphs: a dispatch is one graph; `graph_equal`: has it serve2's tokens
 serve1_int4, serve2_int4: the decode step with weights of 4 bits
+sums         benchmarks.gpu.rank_sums
 context      benchmarks.gpu.context_parallel
 collectives  benchmarks.gpu.collectives
 large        benchmarks.gpu.large_model: a folder of 141 GB loaded by Engine.from_pretrained and served
@@ -36,10 +37,11 @@ BLOCKS = 1600  # of 64 tokens: 64 requests of 1100, and some more
 ALL_REDUCE_BY_XLA = {"xla_gpu_experimental_use_collective_kernels": "all_reduce"}
 LIMITS = {  # seconds of a part once it has the cards
     "tail": 25, "serve1": 75, "serve2": 78, "serve2_xla": 60, "serve2_shot": 60,
-    "serve2_graph": 60, "serve1_int4": 70, "serve2_int4": 70, "context": 70, "collectives": 20, "large": 200,
+    "serve2_graph": 60, "serve1_int4": 70, "serve2_int4": 70, "sums": 50, "context": 70, "collectives": 20,
+    "large": 200,
 }  # fmt: skip
 LEAST_SECONDS = 10  # with less time left, no part begins
-FIRST = ("tail", "serve1", "serve2", "context", "collectives", "serve2_graph", "serve2_xla", "serve2_shot")
+FIRST = ("tail", "sums", "serve1", "serve2", "context", "collectives", "serve2_graph", "serve2_xla", "serve2_shot")
 
 
 # ---------------------------------------------------------------------- the parts
@@ -145,12 +147,12 @@ def serve_so(args: argparse.Namespace, ranks: int, variant: str) -> list[dict]:
     from benchmarks.gpu import engine_step, tensor_parallel
     from jattn import models
     from jattn.engine import xla_options
-    from jattn.models import layer_tail
+    from jattn.models import ModelMesh
 
     folder = pathlib.Path(args.shared)
     launch_failed = (folder / "tail.ready").exists() and not (folder / "tail.ok").exists()
     if variant in ("xla", "shot") or launch_failed:
-        layer_tail._have_one_memory = lambda model_mesh: model_mesh.size == 1
+        setattr(ModelMesh, "has_one_memory", property(lambda model_mesh: model_mesh.size == 1))  # noqa: B010
     if variant == "shot":
         xla_options.CUDA_OPTIONS_ON_MESH |= ALL_REDUCE_BY_XLA
     if variant == "graph":
@@ -296,6 +298,15 @@ def context(args: argparse.Namespace) -> list[dict]:
     return []
 
 
+def sums(args: argparse.Namespace) -> list[dict]:
+    """benchmarks.gpu.rank_sums"""
+    from benchmarks.gpu import rank_sums
+
+    where = ["--out", str(args.out)] if args.out else ["--write"] if args.write else []
+    rank_sums.main([*where, "--ranks", str(args.ranks), *(["--small"] if args.small else [])])
+    return []
+
+
 def collectives(args: argparse.Namespace) -> list[dict]:
     """benchmarks.gpu.collectives"""
     from benchmarks.gpu import collectives
@@ -323,6 +334,7 @@ PARTS = {
     "serve2_graph": lambda args: serve(args, args.ranks, "graph"),
     "serve1_int4": lambda args: serve(args, 1, "int4"),
     "serve2_int4": lambda args: serve(args, args.ranks, "int4"),
+    "sums": sums,
     "context": context,
     "collectives": collectives,
     "large": large,

@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu.warp [--chip sm_86] [--write | --out DIR] [--seconds 400] [--only PARTS]
 
-Numbers are checked against numpy float64 first. The last line is the card's row for the table of docs/performance.md.
---chip chooses whose tiles; None: the card's. A Hopper card takes those of any chip. Nothing is started in the last 15
-seconds. FlashAttention-2 is torch's, and is left out where torch is not installed.
+The numbers of each case are checked against numpy float64 before it is timed. The last line is the card's row for the
+table of docs/performance.md. --chip: the chip whose tile sizes are taken, by default the card's own; a Hopper card can
+run those of any chip. Nothing begins in the last 15 of the seconds. FlashAttention-2 is torch's, and is left out where
+torch is not installed.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ PEER_CASES = (
     "pre_1x8k", "pre_1x8k_d64", "pre_1x8k_d256", "dec_64x4k", "mixed_32d_2p", "pre_1x8k+window1024",
     "dec_64x32k+window1024",
 )  # fmt: skip
+"""Cases that FlashAttention-2 computes, too."""
 TOKENS = dict(token_scales=True)
 OPTIONS = (("mask", MaskRule(left=200, chunk=512)), ("soft_cap", 15.0), ("alibi", True), ("has_sinks", True))
 MIXED = dict(lengths=cases.MIX, pad_tokens=37, pad_reqs=3)
@@ -51,28 +54,47 @@ CHECKED_8BIT = [
     (cases.KernelCase(name="mix_int8_d192_v128", **MIXED, kv_dtype="int8", head_dim=192), {}),
     (cases.KernelCase(name="mix_fp8_d256", **MIXED, kv_dtype="float8_e4m3fn", head_dim=256, v_head_dim=256), SOFTWARE),
 ]
-TIMED = ("pre_1x8k", "dec_64x4k", "dec_ragged64")
-TIMED_8BIT = ("dec_16x32k_fp8", "pre_1x8k_fp8", "dec_16x32k_fp8_p64")
 BESIDE_HOPPER = ("dec_16x32k_fp8", "mixed_32d_2p")
-LATER = (
-    "pre_1x8k_d256", "mixed_32d_2p", "pre_1x8k+window1024", "dec_64x32k+window1024", "pre_4x4k", "dec_16x4k",
-)  # fmt: skip
+"""Cases that a Hopper card also computes by the Hopper kernel."""
 TABLE = (
     "dec_64x4k", "dec_ragged64", "dec_64x32k+window1024", "dec_16x32k_fp8", "pre_1x8k", "pre_1x8k_d64",
     "pre_1x8k_d256", "pre_1x8k+window1024", "mixed_32d_2p",
 )  # fmt: skip
 """Cases of the table in docs/performance.md, a column each."""
-VARIANTS = [  # cases that a choice of tiles concerns; ctas: of a multiprocessor
-    ("pre_1x8k", dict(tile_halves=2, stages=2, ctas=1)),
-    ("pre_1x8k_d64", dict(tile_halves=2, stages=3, ctas=1)),
-    ("pre_1x8k", dict(chip="sm_80")),
-    ("pre_1x8k_d64", dict(chip="sm_80")),
-    ("pre_1x8k_d256", dict(chip="sm_80")),
-    ("dec_64x4k", dict(chip="sm_80")),
-    ("pre_1x8k_fp8", dict(chip="sm_80")),
-    ("pre_1x8k_fp8", dict(chip="sm_80", tile_halves=2)),
-    ("pre_1x8k", dict(lazy_rescale=False)),
-]
+SM_80 = dict(chip="sm_80")
+Timed = tuple[str, dict[str, Any]]
+TIMED: tuple[list[Timed], ...] = (
+    [
+        ("pre_1x8k", {}),
+        ("dec_64x4k", {}),
+        ("pre_1x8k", dict(tile_halves=2, stages=2, ctas=1)),
+        ("pre_1x8k_d64", {}),
+        ("pre_1x8k", SM_80),
+        ("pre_1x8k_d64", SM_80),
+        ("pre_1x8k_d256", {}),
+        ("mixed_32d_2p", {}),
+        ("pre_1x8k+window1024", {}),
+    ],
+    [
+        ("pre_1x8k_d256", SM_80),
+        ("dec_64x4k", SM_80),
+        ("dec_16x32k_fp8", {}),
+        ("pre_1x8k_fp8", {}),
+        ("pre_1x8k_d64", dict(tile_halves=2, stages=3, ctas=1)),
+        ("pre_1x8k_fp8", SM_80),
+        ("pre_1x8k_fp8", SM_80 | dict(tile_halves=1)),
+        ("pre_1x8k", dict(lazy_rescale=False)),
+    ],
+    [
+        ("dec_16x32k_fp8_p64", {}),
+        ("dec_64x32k+window1024", {}),
+        ("pre_4x4k", {}),
+        ("dec_16x4k", {}),
+        ("dec_ragged64", {}),
+    ],
+)
+"""(case, options) that are timed, in three rounds: the most important first, since time may run out. ctas: of a
+multiprocessor."""
 
 
 def case_of(name: str) -> cases.KernelCase:
@@ -83,10 +105,12 @@ def case_of(name: str) -> cases.KernelCase:
 
 
 def measure(case, options: dict, timed: bool, args: argparse.Namespace) -> dict:
-    """One row: errors against numpy float64 first, then microseconds; `ok` says whether to believe it."""
+    """One row: errors against numpy float64, then microseconds if timed; `ok` if the numbers are right."""
     kind = dict(no_check=False, samples=args.samples, time=timed, iterations=args.iterations)
     row = check.run_case(case, argparse.Namespace(**kind), **options)
-    row = {name: value for name, value in row.items() if name not in ("chip", "processors")}  # of the tiles
+    row = {
+        name: value for name, value in row.items() if name not in ("chip", "processors")
+    }  # the tiles', not the card's
     row["ok"] = bool(row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND and row["same_bits"])
     return row
 
@@ -111,13 +135,8 @@ def jobs_of(chip: str, peers: list[dict], args: argparse.Namespace) -> Iterator[
         yield dict(case=row["case"], variant="flash2"), lambda r=row | rate: dict(ok="us" in r) | r
     label = lambda options: ",".join(f"{k}={v}" for k, v in options.items()) or "default"
     of_16_bits = [(case, {}) for case in CHECKED]
-    plain, later, eight = ([(name, {}) for name in names] for names in (TIMED, LATER, TIMED_8BIT))
-    rounds = (
-        (CHECKED_8BIT[:1], [*plain[:2], VARIANTS[0], ("pre_1x8k_d64", {}), *VARIANTS[2:4], *later[:3]]),
-        (CHECKED_8BIT[1:3] + of_16_bits[:3], VARIANTS[4:6] + eight[:2] + VARIANTS[1:2] + VARIANTS[6:]),
-        (CHECKED_8BIT[3:] + of_16_bits[3:], eight[2:] + later[3:] + plain[2:]),
-    )
-    for checked, timed in rounds:
+    checks = (CHECKED_8BIT[:1], CHECKED_8BIT[1:3] + of_16_bits[:3], CHECKED_8BIT[3:] + of_16_bits[3:])
+    for checked, timed in zip(checks, TIMED, strict=True):
         for case, options in checked:
             yield (
                 dict(case=case.name, variant=label(options)),

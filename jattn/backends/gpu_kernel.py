@@ -1,9 +1,9 @@
 """Which GPU kernel computes a layer, with which static arguments, and why one cannot: for `pallas_gpu`.
 
 There are two kernels for one interface: Hopper's (TMA and wgmma) on sm_90, and a warp-level one (cp.async and mma.sync)
-on the other chips since Ampere, and on sm_90 for pages of which TMA cannot copy whole groups of rows, and for tiles
-whose registers nvJitLink would not give. A `platform` of Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper
-card too, to check it there.
+on the other chips since Ampere. On sm_90 the warp-level one computes pages whose size 8 does not divide, since TMA
+copies groups of 8 rows, and tiles that need more registers than nvJitLink gives a warpgroup. A `platform` of
+Chip("gpu", "sm_80") takes the warp-level kernel on a Hopper card too, to check it there.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
 ONE_RANK = ContextParallel()
-WARPS_SINCE = (0, 12)  # JAX's version
-TWO_HALVES = "sm_80"  # the chip whose tiles have two halves over an 8-bit cache, which are faster on an H200, too
+WARPS_SINCE = (0, 12)  # the version of JAX that lowers the warp-level kernel for chips other than sm_90
+TILES_8BIT = "sm_80"  # whose tiles of the warp-level kernel were timed over an 8-bit cache on an H200: see below
 
 
 def kernel_config(
@@ -75,16 +75,16 @@ def kernel_config(
         return by_warps(chip=chip.generation or HOPPER.generation)
     config = default_config(keys=keys, requests=requests, card=device.card(), **fields)
     if _lacks_registers(config, chip):
-        instead = by_warps(chip=TWO_HALVES if config.quantised else HOPPER.generation)
+        instead = by_warps(chip=TILES_8BIT if config.quantised else HOPPER.generation)
         return config if warps_support(instead) else instead
     return config
 
 
 def _lacks_registers(config: GpuKernelConfig, chip: Chip) -> bool:
-    """Has the tile's products no room in the registers that all warpgroups have alike? See device.keeps_registers.
+    """Do the tile's products need more registers than each warpgroup has if nvJitLink compiles: an equal share?
 
-    On an H200, compiled so, a prompt over an 8-bit cache takes 4509 us instead of 1141, by the warp-level kernel 1967;
-    heads of 256 take 807 instead of 233, heads of 128 949 instead of 854, and decodes as long as before.
+    See device.keeps_registers. On an H200, compiled so, a prompt over an 8-bit cache takes 4509 us instead of 1141, and
+    1967 by the warp-level kernel; heads of 256 807 instead of 233, heads of 128 949 instead of 854, decodes no longer.
     """
     crowded = config.head_dim > 192 or config.quantised
     is_here = chip == device.detect() and not device.keeps_registers()
@@ -102,7 +102,7 @@ def _is_hopper(chip: Chip) -> bool:
 
 
 def by_wgmma(chip: Chip, block_size: int) -> bool:
-    """Does Hopper's kernel compute these pages? TMA copies whole groups of rows; the warp-level kernel single rows."""
+    """Does Hopper's kernel compute these pages? TMA copies groups of 8 rows; the warp-level kernel single rows."""
     return _is_hopper(chip) and block_size % COPY_ROWS == 0
 
 

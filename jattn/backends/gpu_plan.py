@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jattn.backends import gpu_kernel
 from jattn.backends.base import AttentionMetadataBuilder
 from jattn.backends.capability import Question
-from jattn.backends.gpu_ranks import Peers, peers_of
+from jattn.backends.gpu_ranks import peers_of
 from jattn.backends.rswa import launches_of
 from jattn.errors import UnsupportedError
 from jattn.metadata.attention_type import keys_of, queries_of
@@ -15,6 +15,7 @@ from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.cascade import prefix_levels
 from jattn.metadata.mm_prefix import fill_mm_prefix_query_ranges
 from jattn.metadata.parallel import KeyShard
+from jattn.ops.rank_launches import Peers
 from jattn.types import AnyArray, AttentionCGSupport, AttentionType, Feature, pytree
 from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list

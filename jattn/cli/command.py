@@ -1,6 +1,7 @@
 """A command's parser: every command says what it does and shows examples."""
 
 import argparse
+import difflib
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,19 @@ def value_name(action: argparse.Action) -> str:
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return value_name(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses an unknown option with the usage of the command that was asked for, not with that of jattn."""
+
+    def parse_known_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [name for action in self._actions for name in action.option_strings]
+            likely = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+            hint = f"; did you mean {likely[0]}?" if likely else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return found, unknown
 
 
 def add_command(

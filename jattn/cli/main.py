@@ -1,6 +1,5 @@
 """`jattn COMMAND`: parses the arguments, runs the command, and prints expected errors in one line."""
 
-import argparse
 import contextlib
 import errno
 import os
@@ -11,6 +10,7 @@ from typing import Any
 
 import jattn
 from jattn.cli import bench, demo, doctor, explain, generate, models, plan, screen, serve, signals
+from jattn.cli.command import Parser
 
 CLOSED_PIPE = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
@@ -53,9 +53,9 @@ def _discard(stream: Any) -> None:
         os.close(null)
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of every command and its options."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="jattn",
         description="Paged attention for JAX: inspect it, try it, measure it, serve a model with it.",
         epilog="`jattn COMMAND --help` shows a command's options and examples.",
@@ -76,11 +76,18 @@ def _run(argv: Sequence[str] | None) -> int:
     except screen.EXPECTED as error:
         if isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None:  # of print, mostly
             return _unwritten(error)
-        print(f"jattn: {error}", file=sys.stderr)
+        print(f"jattn: {_told(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         signals.say(signal.SIGINT)
         return signals.CODES[signal.SIGINT]
+
+
+def _told(error: BaseException) -> str:
+    """The message of an error. Of the operating system's: the file, and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def _unwritten(error: OSError) -> int:

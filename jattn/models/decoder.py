@@ -28,6 +28,7 @@ from jattn.models.layers import (
     layer_reads,
 )
 from jattn.models.model_mesh import ModelMesh
+from jattn.models.rank_sums import BY_XLA, RankSums
 from jattn.models.residual import residual
 from jattn.models.sharded_attention import ShardedAttention, ShardedLatentAttention
 from jattn.models.without_cache import encode
@@ -77,7 +78,11 @@ def _forward(
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:  # fmt: skip
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
-    x = embed_tokens(config, params, jnp.asarray(token_ids), positions)
+    sums, rows_of = BY_XLA, None
+    if model_mesh is not None:
+        sums = model_mesh.sums(len(token_ids), config.hidden_size)
+        rows_of = functools.partial(model_mesh.table_rows, sums)
+    x = embed_tokens(config, params, jnp.asarray(token_ids), positions, rows_of=rows_of)
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
     wanted = None if logits_at is None else as_array("logits_at", logits_at, "integers", (1,))
@@ -95,7 +100,7 @@ def _forward(
         caches, x = halves.forward(config, params, x, caches, step, model_mesh, early)
     else:
         caches, stream = _each_layer(
-            config, params, stream, inputs, caches, step, model_mesh, positions, encoded, early
+            config, params, stream, inputs, caches, step, model_mesh, positions, encoded, early, sums
         )
         x = last_x(config, params, stream)
     if wanted is not None and not is_taken_early:
@@ -105,7 +110,7 @@ def _forward(
 
 def _each_layer(
     config: ModelConfig, params, stream: Stream, inputs, caches, step: "_AttentionPlans", model_mesh: ModelMesh | None,
-    positions, encoded, wanted: jax.Array | None,
+    positions, encoded, wanted: jax.Array | None, sums: RankSums,
 ) -> tuple[list[PagedKV], Stream]:  # fmt: skip
     """(caches, the Stream after the last layer). inputs: the per-layer embeddings [T, layers, width], if any.
 
@@ -116,7 +121,7 @@ def _each_layer(
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles, at = step.angles(layer.rope), config.cache_of(i)
         caches[at], read, x = _self_attention(
-            layer, step.attns[i], weights, stream, caches[at], step.plan(i), positions, angles
+            layer, step.attns[i], weights, stream, caches[at], step.plan(i), positions, angles, sums
         )
         if layer.cross_attn is not None:
             j = count + i  # caches of cross attention follow those of self-attention
@@ -124,7 +129,7 @@ def _each_layer(
         z = None if layer.layer_input is None else inputs[:, i]
         if wanted is not None and i == count - 1:
             stream, read, x, z = jax.tree.map(lambda rows: rows[wanted], (stream, read, x, z))
-        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z)
+        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z, sums)
     return caches, stream
 
 
@@ -132,13 +137,15 @@ def _each_layer(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cache, plan, positions, angles):
+def _self_attention(
+    layer: LayerConfig, attn: Any, weights, stream: Stream, cache, plan, positions, angles, sums: RankSums
+):
     """(cache, what the layer reads, x after attention).
 
     attn: a PagedAttention or, of a latent layer, an MLAAttention; or the same distributed over a mesh.
     """
     config = layer.self_attn
-    by = _multiply_of(attn)
+    by = _multiply_of(attn, sums)
 
     def attention(y: jax.Array) -> tuple:
         at = dict(positions=positions, angles=angles)
@@ -153,9 +160,11 @@ def _self_attention(layer: LayerConfig, attn: Any, weights, stream: Stream, cach
     return cache, read, x
 
 
-def _multiply_of(attn: Any) -> Multiply:
+def _multiply_of(attn: Any, sums: RankSums) -> Multiply:
     """How the products around this attention are computed."""
-    return attn.multiply if isinstance(attn, ShardedAttention | ShardedLatentAttention) else multiply
+    if isinstance(attn, ShardedAttention | ShardedLatentAttention):
+        return functools.partial(attn.multiply, sums=sums)
+    return multiply
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -168,8 +177,12 @@ def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer_gives(layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z):
-    return layer_gives(layer, weights, stream, read, attended, z, model_mesh)
+def _layer_gives(
+    layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z, sums: RankSums
+):
+    if model_mesh is None:
+        return layer_gives(layer, weights, stream, read, attended, z)
+    return layer_gives(layer, weights, stream, read, attended, z, functools.partial(model_mesh.mlp, sums=sums))
 
 
 class _AttentionPlans:

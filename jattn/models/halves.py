@@ -73,5 +73,5 @@ def _layer(
     results = []
     for x, out_of_part in parts:
         attended = plus(layer.attn_norms, "attn", weights, x, attn.multiply(own, ("o",), out_of_part)[0])
-        results.append(mlp_sublayer(layer, weights, x, attended, model_mesh))
+        results.append(mlp_sublayer(layer, weights, x, attended, model_mesh.mlp))
     return cache, tuple(results)

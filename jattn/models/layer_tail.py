@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from jattn import device
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.mlp import MLP, activation
 from jattn.models.model_mesh import ModelMesh
@@ -27,7 +26,7 @@ from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import attend_projected, by_heads, projections, rows_apart
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
-from pallas_kernels.gpu.layer_tail_config import MAX_RANKS, MAX_ROWS, SHARES, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, SHARES, LayerTailConfig
 
 
 def configs_of(
@@ -36,8 +35,8 @@ def configs_of(
     """The launch of each layer's tail for hidden states x [T, hidden]; None if one of them cannot be served."""
     if x.shape[0] > MAX_ROWS or not all(_is_plain(layer) for layer in config.layers):
         return None
-    if model_mesh is not None and not _have_one_memory(model_mesh):
-        return None
+    if model_mesh is not None and (model_mesh.context_ranks > 1 or not model_mesh.has_one_memory):
+        return None  # launches of context ranks have not been tried
     if any(is_quantised(leaf) for leaf in jax.tree.leaves(params["layers"], is_leaf=is_quantised)):
         return None
     configs = []
@@ -48,13 +47,6 @@ def configs_of(
             ranks = dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
         configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i), **ranks))
     return None if None in configs else configs
-
-
-def _have_one_memory(model_mesh: ModelMesh) -> bool:
-    """Can a launch write to the memory of all ranks? Those of context ranks have not been tried."""
-    if model_mesh.data_ranks > 1 or model_mesh.context_ranks > 1 or not isinstance(model_mesh.mesh, Mesh):
-        return False
-    return model_mesh.size <= MAX_RANKS and device.are_peers(model_mesh.devices)
 
 
 def _kv_ranks(config: ModelConfig, model_mesh: ModelMesh, i: int) -> int:

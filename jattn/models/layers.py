@@ -13,7 +13,7 @@ from jattn.models.moe import MoE
 from jattn.models.residual import normed, residual
 from jattn.nn.attention_layer import linear
 from jattn.ops.product import product
-from jattn.ops.quantised import QuantisedArray, plain
+from jattn.ops.quantised import table_rows
 
 
 def embed_tokens(
@@ -22,9 +22,13 @@ def embed_tokens(
     token_ids: jax.Array,
     positions: jax.Array,
     token_types: jax.Array | None = None,
+    rows_of: Callable | None = None,
 ) -> jax.Array:
-    """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id."""
-    x = table_rows(params["embed"], token_ids)
+    """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id.
+
+    rows_of: `table_rows` of the vocabulary's table; None: that itself.
+    """
+    x = (rows_of or table_rows)(params["embed"], token_ids)
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.learned_positions:
@@ -36,16 +40,6 @@ def embed_tokens(
         raise ValueError(f"{config.family} has no token types; use token_types=None")
     x = normed(config.embedding_norm, params, "embedding_norm", x)
     return x if config.embedding_size is None else linear(params["embedding_projection"], x)
-
-
-def table_rows(table: "jax.Array | QuantisedArray", ids: jax.Array) -> jax.Array:
-    """table[ids], with ids clipped. Of a quantised table, whose axis is -1, the rows alone are dequantised.
-
-    The barrier keeps a conversion out of the loop over steps: XLA:CPU (JAX 0.10) would convert the whole bfloat16 table
-    to float32 before each loop.
-    """
-    table, ids = jax.lax.optimization_barrier((table, ids))
-    return plain(jax.tree.map(lambda array: array.at[ids].get(mode="clip"), table))
 
 
 class Stream(NamedTuple):
@@ -84,15 +78,23 @@ def attention_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array
     return cache, attended
 
 
+FunctionOf = Callable[[MLP | MoE], Callable]
+"""Makes the function (weights, x) -> y of an MLP or of experts: ModelMesh.mlp, or `_itself` on one device."""
+
+
+def _itself(mlp: MLP | MoE) -> Callable:
+    return mlp
+
+
 def mlp_sublayer(
     layer: LayerConfig,
     weights: dict[str, Any],
     x: jax.Array,
     attended: jax.Array,
-    model_mesh: ModelMesh | None = None,
+    function_of: FunctionOf = _itself,
 ) -> jax.Array:
     """x after the MLP. attended: x after attention. x: the layer's input, which a parallel MLP reads."""
-    compute = _distributed(layer.mlp, model_mesh)
+    compute = function_of(layer.mlp)
     experts = layer.experts
 
     def mlp(y: jax.Array) -> tuple:
@@ -100,7 +102,7 @@ def mlp_sublayer(
         if experts is None or experts.is_late:
             return None, y
         rows = normed(experts.before, weights, "experts_norm", attended)
-        routed = _distributed(experts.moe, model_mesh)(weights["experts"], rows, attended)
+        routed = function_of(experts.moe)(weights["experts"], rows, attended)
         routed = normed(experts.after, weights, "experts_norm_after", routed)
         return None, normed(experts.mlp_after, weights, "mlp_norm_own", y) + routed
 
@@ -118,16 +120,16 @@ def layer_gives(
     read: tuple[jax.Array, jax.Array],
     attended: jax.Array,
     z: jax.Array | None,
-    model_mesh: ModelMesh | None = None,
+    function_of: FunctionOf = _itself,
 ) -> Stream:
     """The Stream after the layer. read: as `layer_reads` gives it. attended: x after attention. z: its layer input."""
     streams, x = read
-    x = mlp_sublayer(layer, weights, x, attended, model_mesh)
+    x = mlp_sublayer(layer, weights, x, attended, function_of)
     x = x if stream.late is None else x + stream.late
     late = None
     if layer.experts is not None and layer.is_late:
         rows = normed(layer.mlp_norms.before, weights, "mlp_norm", attended)
-        late = _distributed(layer.experts.moe, model_mesh)(weights["experts"], rows)
+        late = function_of(layer.experts.moe)(weights["experts"], rows)
     if layer.altup is not None:
         x = layer.altup.correct(weights["altup"], streams, x)
     if layer.layer_input is not None:
@@ -147,10 +149,6 @@ def whole_layer(
     read = layer_reads(layer, weights, stream)
     cache, attended = attention_sublayer(layer, weights, read[1], attention)
     return cache, layer_gives(layer, weights, stream, read, attended, z)
-
-
-def _distributed(mlp: MLP | MoE, model_mesh: ModelMesh | None) -> Callable:
-    return mlp if model_mesh is None else model_mesh.mlp(mlp)
 
 
 def last_x(config: ModelConfig, params: dict[str, Any], stream: Stream) -> jax.Array:

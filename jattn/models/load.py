@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import dtype_name, short
+from jattn.errors.arguments import check_kind, dtype_name, short
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
@@ -59,7 +59,7 @@ def load(
     """
     if quantization is not None:
         check_quantization(quantization)
-    folder = Path(directory)
+    folder = _folder_of(directory)
     config, family, values = _config_and_family(folder)
     values = _with_quantization_of_text(values)
     method, scheme = (values.get("quantization_config") or {}).get("quant_method"), _scheme_of(values, family, folder)
@@ -89,7 +89,7 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
 
     It reads the headers of *.safetensors, and scales and zero points.
     """
-    folder = Path(directory)
+    folder = _folder_of(directory)
     config, family, values = _config_and_family(folder)
     values = _with_quantization_of_text(values)
     scheme, checkpoint = _scheme_of(values, family, folder), _checkpoint(folder, config, family)
@@ -140,9 +140,14 @@ def config_of(values: dict[str, Any]) -> ModelConfig:
     return family_of(values).read(ConfigReader(values))
 
 
+def _folder_of(directory: str | Path) -> Path:
+    check_kind("directory", directory, (str, os.PathLike), "pass the path of a folder with config.json")
+    return Path(directory)
+
+
 def load_config(directory: str | Path) -> ModelConfig:
     """The ModelConfig of a folder, without reading tensors."""
-    return _config_and_family(Path(directory))[0]
+    return _config_and_family(_folder_of(directory))[0]
 
 
 def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
@@ -150,7 +155,7 @@ def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
 
     No weights are needed.
     """
-    folder = Path(directory)
+    folder = _folder_of(directory)
     _, _, values = _config_and_family(folder)
     method = (_with_quantization_of_text(values).get("quantization_config") or {}).get("quant_method")
     return _stored_dtype(values, folder), method

@@ -22,10 +22,12 @@ from jattn.models.config import ModelConfig
 from jattn.models.mesh_axes import CONTEXT
 from jattn.models.mlp import MLP
 from jattn.models.moe import MoE
+from jattn.models.rank_sums import BY_XLA, RankSums, rank_sums
 from jattn.models.sharded_attention import ShardedAttention, ShardedLatentAttention
-from jattn.models.sharded_products import REPLICATED, over_vocabulary, sharded_mlp, shared_partition
+from jattn.models.sharded_products import REPLICATED, over_vocabulary, shard_map, sharded_mlp, shared_partition
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
+from jattn.ops.quantised import table_rows
 from jattn.parallel import head_partition, rank_spec
 from jattn.spec import AttentionSpec
 
@@ -116,6 +118,11 @@ class ModelMesh:
         if self.data_ranks == 1:
             return self.mesh
         return self.mesh.abstract_mesh.update_axis_types({"data": AxisType.Manual})
+
+    @property
+    def has_one_memory(self) -> bool:
+        """Can a launch on one rank write to the memory of all?"""
+        return self.data_ranks == 1 and isinstance(self.mesh, Mesh) and device.are_peers(self.devices)
 
     def kv_axes(self, num_kv_heads: int) -> tuple[str, ...]:
         """The axes over which `num_kv_heads` heads are distributed: the first ones."""
@@ -269,17 +276,24 @@ class ModelMesh:
         attn = PagedAttention(of_rank, part, backend, dtype=dtype, parallel=parallel)
         return ShardedAttention(attn, cache_spec, self.inner_mesh, pools, self.kv_axes(spec.num_kv_heads))
 
-    def mlp(self, mlp: MLP | MoE) -> Callable[..., jax.Array]:
+    def sums(self, tokens: int, hidden: int) -> RankSums:
+        """In a forward pass: what adds up arrays of at most [tokens, hidden] over the ranks."""
+        if self.size == 1 or not self.has_one_memory:
+            return BY_XLA
+        make = functools.partial(rank_sums, self.size, tokens, hidden)
+        return shard_map(self.inner_mesh, make, (), REPLICATED)()
+
+    def mlp(self, mlp: MLP | MoE, sums: RankSums = BY_XLA) -> Callable[..., jax.Array]:
         """The function (weights, x) -> y of a layer's MLP or experts; of experts also (weights, x, routed_by) -> y.
 
         Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks. Data ranks that
         share experts gather their tokens first, and then a reduce-scatter gives each the results of its own tokens.
         """
         if isinstance(mlp, MLP):
-            return functools.partial(sharded_mlp, self.inner_mesh, mlp)
+            return functools.partial(sharded_mlp, self.inner_mesh, mlp, sums)
         count = mlp.num_experts // math.prod(self.mesh.shape[name] for name in self.expert_axes)  # of one rank
 
-        def body(weights: dict, *rows: jax.Array) -> jax.Array:
+        def body(weights: dict, sums: RankSums, *rows: jax.Array) -> jax.Array:
             first, own = jax.lax.axis_index(self.expert_axes) * count, rows[0]
             if self.experts_over_data:
                 rows = tuple(jax.lax.all_gather(each, "data", tiled=True) for each in rows)
@@ -287,7 +301,7 @@ class ModelMesh:
             if self.experts_over_data:
                 y = jax.lax.psum_scatter(y, "data", tiled=True)
             y = y + mlp.of_shared(weights, own) if "shared" in weights else y
-            return jax.lax.psum(y, self.axes)
+            return sums(y, self.axes)
 
         def distributed(weights: dict, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
             places = {name: PartitionSpec(self.axes) for name in weights} | {"router": REPLICATED}
@@ -297,12 +311,26 @@ class ModelMesh:
             of_used = lambda tree: {name: tree[name] for name in used}
             rows = (x,) if routed_by is None else (x, routed_by)
             y = jax.shard_map(
-                body, mesh=self.inner_mesh, in_specs=(of_used(places), *(REPLICATED for _ in rows)),
+                body, mesh=self.inner_mesh, in_specs=(of_used(places), REPLICATED, *(REPLICATED for _ in rows)),
                 out_specs=REPLICATED, axis_names=set(self.axes), check_vma=False,
-            )(of_used(weights), *rows)  # fmt: skip
+            )(of_used(weights), sums, *rows)  # fmt: skip
             return y if mlp.shared is None or shared is not None else y + mlp.of_shared(weights, x)
 
         return distributed
+
+    def table_rows(self, sums: RankSums, table: Any, ids: jax.Array) -> jax.Array:
+        """jattn.ops.quantised.table_rows of a table whose rows are distributed, if the ranks divide them."""
+        if sums.config is None or table.shape[0] % self.size:
+            return table_rows(table, ids)
+
+        def on_rank(part: Any, ids: jax.Array, sums: RankSums) -> jax.Array:
+            count = part.shape[0]
+            own = jnp.clip(ids, 0, table.shape[0] - 1) - jax.lax.axis_index(self.axes) * count
+            has = (own >= 0) & (own < count)
+            return sums(jnp.where(has[:, None], table_rows(part, own), 0), self.axes)
+
+        places = PartitionSpec(self.axes), REPLICATED, REPLICATED
+        return shard_map(self.inner_mesh, on_rank, places, REPLICATED)(table, ids, sums)
 
     def product_with_head(self, x: jax.Array, kernel: Any, *, transposed: bool) -> jax.Array:
         """The jattn.ops.product.product of hidden states and the head, or of a table of embeddings, transposed."""

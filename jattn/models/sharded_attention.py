@@ -15,6 +15,7 @@ from jattn.cache import KVCacheSpec, PagedKV
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLAParams
+from jattn.models.rank_sums import BY_XLA, RankSums
 from jattn.models.sharded_products import REPLICATED, columns, shard_map, summed_linear
 from jattn.ops.parallel import own_heads
 from jattn.ops.rotation import Angles
@@ -58,10 +59,12 @@ class ShardedAttention:
         places = (heads, kv_heads, kv_heads, self.pools, plans, self._params_partition(params), REPLICATED)
         return shard_map(self.mesh, on_rank, places, (self.pools, heads))(q, k, v, cache, m, params, angles)
 
-    def multiply(self, weights: dict, names: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+    def multiply(
+        self, weights: dict, names: tuple[str, ...], x: jax.Array, sums: RankSums = BY_XLA
+    ) -> tuple[jax.Array, ...]:
         """The jattn.nn.attention_layer.Multiply: each rank has the columns of its heads; results of o are added up."""
         if names == ("o",):
-            return (summed_linear(self.mesh, weights["o"], x),)
+            return (summed_linear(self.mesh, weights["o"], x, sums),)
         axes = {name: self.kv_axes if name in ("k", "v") else self.mesh.auto_axes for name in names}
         return columns(self.mesh, {name: weights[name] for name in names}, axes, x)
 
@@ -105,10 +108,12 @@ class ShardedLatentAttention:
         places = (heads, REPLICATED, REPLICATED, self.pools, plans, params_places)
         return shard_map(self.mesh, on_rank, places, (self.pools, heads))(q, kv_c, k_pe, cache, m, params)
 
-    def multiply(self, weights: dict, names: tuple[str, ...], x: jax.Array) -> tuple[jax.Array, ...]:
+    def multiply(
+        self, weights: dict, names: tuple[str, ...], x: jax.Array, sums: RankSums = BY_XLA
+    ) -> tuple[jax.Array, ...]:
         """As that of ShardedAttention. The projections that are whole on every rank are computed by every rank."""
         if names == ("o",):
-            return (summed_linear(self.mesh, weights["o"], x),)
+            return (summed_linear(self.mesh, weights["o"], x, sums),)
         axes = {name: self.mesh.auto_axes if name in ("q", "q_b") else () for name in names}
         return columns(self.mesh, {name: weights[name] for name in names}, axes, x)
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from jattn.models.mlp import MLP
+from jattn.models.rank_sums import BY_XLA, RankSums
 from jattn.nn.attention_layer import linear, multiply
 from jattn.ops.product import Kernel, product
 from jattn.ops.quantised import QuantisedArray, is_quantised
@@ -50,7 +51,7 @@ def columns(mesh: AnyMesh, weights: dict[str, dict], axes: dict[str, tuple[str, 
     return shard_map(mesh, on_rank, (places, REPLICATED), tuple(outputs.values()))(weights, x)
 
 
-def summed_linear(mesh: AnyMesh, weights: dict, x: jax.Array) -> jax.Array:
+def summed_linear(mesh: AnyMesh, weights: dict, x: jax.Array, sums: RankSums = BY_XLA) -> jax.Array:
     """jattn.nn.attention_layer.linear of x [T, in], whose columns are distributed, as the rows of the kernel are.
 
     Each rank rounds its sums before they are added, unless there is a bias.
@@ -60,11 +61,10 @@ def summed_linear(mesh: AnyMesh, weights: dict, x: jax.Array) -> jax.Array:
     if place is None:
         return linear(weights, x)
 
-    def on_rank(kernel, x):
-        y = product(x, kernel, dtype=x.dtype if bias is None else jnp.float32)
-        return jax.lax.psum(y, axes)
+    def on_rank(kernel, x, sums):
+        return sums(product(x, kernel, dtype=x.dtype if bias is None else jnp.float32), axes)
 
-    y = shard_map(mesh, on_rank, (place, PartitionSpec(None, axes)), REPLICATED)(kernel, x)
+    y = shard_map(mesh, on_rank, (place, PartitionSpec(None, axes), REPLICATED), REPLICATED)(kernel, x, sums)
     return y if bias is None else (y + bias[None, :]).astype(x.dtype)
 
 
@@ -82,13 +82,13 @@ def rows_partition(mesh: AnyMesh, kernel: Kernel) -> Any:
     return dataclasses.replace(kernel, values=rows, scales=of_groups, zero_points=zero_points)
 
 
-def sharded_mlp(mesh: AnyMesh, mlp: MLP, weights: dict, x: jax.Array) -> jax.Array:
+def sharded_mlp(mesh: AnyMesh, mlp: MLP, sums: RankSums, weights: dict, x: jax.Array) -> jax.Array:
     """mlp(weights, x), each rank with a part of its width."""
     if mlp.sparsity or not is_divided(mesh) or not _have_usual_axes(weights):  # sparsity: the mean over the whole width
         return mlp(weights, x)
     into = {name: part for name, part in weights.items() if name != "down"}
     y = shard_map(mesh, mlp.inner, (_columns_of(mesh, into), REPLICATED), PartitionSpec(None, mesh.auto_axes))(into, x)
-    return summed_linear(mesh, weights["down"], y)
+    return summed_linear(mesh, weights["down"], y, sums)
 
 
 def shared_partition(mesh: AnyMesh, mlp: MLP, weights: dict) -> dict | None:

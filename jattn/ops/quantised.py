@@ -95,6 +95,16 @@ def plain(weight: "jax.Array | QuantisedArray", dtype: Any = None) -> jax.Array:
     return weight.dequantise(dtype) if isinstance(weight, QuantisedArray) else weight
 
 
+def table_rows(table: jax.Array | QuantisedArray, ids: jax.Array) -> jax.Array:
+    """table[ids], with ids clipped. Of a quantised table, whose axis is -1, the rows alone are dequantised.
+
+    The barrier keeps a conversion out of the loop over steps: XLA:CPU (JAX 0.10) would convert the whole bfloat16 table
+    to float32 before each loop.
+    """
+    table, ids = jax.lax.optimization_barrier((table, ids))
+    return plain(jax.tree.map(lambda array: array.at[ids].get(mode="clip"), table))
+
+
 def _numbers(values: jax.Array, format: str, axis: int) -> jax.Array:
     """The number of each code, float32."""
     if format == "int8":

@@ -2,8 +2,8 @@
 
 Of every block of keys, warp w of the CTA's four copies keys w * block / 4 .. (w + 1) * block / 4 - 1. The lanes of the
 warp find the pool's rows of its keys, one each, and pass them on through shared memory (lanes_sm80.py says why not by
-shuffles). A key outside the range that is wanted is filled with zeros and not read, so that no NaN of an unused slot
-takes part in a product.
+shuffles). A key outside the range that is wanted has no row: it is filled with zeros and not read, so that no NaN of an
+unused slot takes part in a product.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -13,7 +13,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
-WARPS = 4
+WARPS = 4  # of a CTA
 PER_THREAD = plgpu.Layout.WG_STRIDED((128,), vec_size=1)
 
 
@@ -21,7 +21,7 @@ def pool_rows(block_table, req, head, kv0, start, stop, *, block, page, columns,
     """i32 (128,): lane i of warp w holds the pool's row of key kv0 + w * block / 4 + i; -1 unless start <= key < stop.
 
     i is taken modulo block / 4, the keys of a warp. block_table GMEM i32[R, columns]. The pool's rows are counted as
-    [N, K, S] (heads_first) or [N, S, K], without a sign: a pool has less than 2^32 - 1.
+    [N, K, S] (heads_first) or [N, S, K], without a sign. A pool must have less than 2^32 - 1; nothing checks it.
     """
     out, keys = plgpu.ShapeDtypeStruct((128,), jnp.int32, PER_THREAD), block // WARPS
 
@@ -37,11 +37,10 @@ def pool_rows(block_table, req, head, kv0, start, stop, *, block, page, columns,
         offset = arith.remui(key, ptx.i32(page))
         outer, size, inner = (head, page, offset) if heads_first else (offset, heads, head)
         inside = arith.addi(arith.muli(outer, ptx.i32(size)), inner)
-        text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
         wanted = _is_inside(key, start, stop)
-        page_id = ptx.asm_value(text, "=&r,l,r", place, wanted, pure=True)
+        page_id = ptx.asm_value(ptx.predicated_load("b32"), "=&r,l,r", place, wanted, pure=True)
         value = arith.addi(arith.muli(page_id, ptx.i32(heads * page)), inside)
-        value = arith.ori(value, arith.subi(wanted, ptx.i32(1)))
+        value = arith.ori(value, arith.subi(wanted, ptx.i32(1)))  # -1 where it is not wanted
         fragment = rows.empty_fragment((128,), PER_THREAD, ptx.int_type())
         rows.fill(fragment, lambda i: [value])
         return fragment
@@ -73,6 +72,7 @@ def copy_block(pool, tile, row_list, *, block, dim, dtype):
     """Begins to copy the keys of the rows in `row_list` (see put_rows) from a GMEM pool to SMEM [block, dim]."""
     row_bytes, swizzle = dim * jnp.dtype(dtype).itemsize, rows.swizzle_bytes(dim, dtype)
     chunks, keys = row_bytes // 16, block // WARPS  # of 16 bytes in a row; of a warp
+    assert keys * chunks % 32 == 0, (block, dim, dtype)  # every lane copies a chunk in every step
     kinds = (plgpu.RefType(), plgpu.RefType(rows.tile_transforms(dim, dtype)), plgpu.RefType())
 
     @plgpu.inline_mgpu(arg_types=kinds)
@@ -81,33 +81,27 @@ def copy_block(pool, tile, row_list, *, block, dim, dtype):
         # hidden: the start of each step's chunks would otherwise stay in two registers during the loop
         first = arith.muli(warp, ptx.i32(keys))
         smem, row_list = arith.addi(smem, arith.muli(first, ptx.i32(row_bytes))), ptx.pointer(row_list, 3)
-        for step in range(-(-keys * chunks // 32)):
+        for step in range(keys * chunks // 32):
             row, byte, target = _chunk(lane, step, chunks, swizzle)
-            partial = 32 * (step + 1) > keys * chunks  # not every lane has a chunk left
-            place = ptx.add(row_list, ptx.mul(ptx.add(first, _least(row, keys - 1) if partial else row), 4))
+            place = ptx.add(row_list, ptx.mul(ptx.add(first, row), 4))
             pool_row = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", place)
             source = arith.muli(ptx.to_u64(pool_row), ptx.i64(row_bytes))
             source = arith.addi(source, arith.addi(base, ptx.to_i64(byte)))
             target, offset = target(smem)
-            text = f"setp.eq.u32 p, $2, -1; cp.async.cg.shared.global [$0+{offset}], [$1], 16, p;"
-            operands = (target, source, pool_row)
-            if partial:
-                text = text.replace("cp", "@q cp").replace("setp.eq", "setp.ne.u32 q, $3, 0; setp.eq")
-                operands += (ptx.bool_to_i32(ptx.less(row, ptx.i32(keys))),)
-            registers = "{ .reg .pred p, q; " + text + " }"
-            ptx.asm(registers, ",".join(["r", "l", "r", "r"][: len(operands)]), *operands)
+            text = f"setp.eq.u32 p, $2, -1; cp.async.cg.shared.global [$0+{offset}], [$1], 16, p;"  # p: zeros instead
+            ptx.asm("{ .reg .pred p; " + text + " }", "r,l,r", target, source, pool_row)
 
     copy(pool, tile, row_list)
 
 
 def copy_scales(pool, tile, row_list, *, block):
-    """The same for one f32 scale of each key, to an SMEM tile [block]."""
+    """copy_block for one f32 scale of each key, to an SMEM tile [block]. Lanes beyond the warp's keys copy nothing."""
     keys = block // WARPS
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()))
     def copy(ctx, pool, tile, row_list):
         _, _, lane, warp = ptx.lane_position(hidden=True)
-        key = ptx.mul(ptx.add(ptx.mul(warp, keys), _least(lane, keys - 1)), 4)
+        key = ptx.mul(ptx.add(ptx.mul(warp, keys), arith.minsi(lane, ptx.i32(keys - 1))), 4)
         mine = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", ptx.add(ptx.pointer(row_list, 3), key))
         source = arith.addi(ptx.pointer(pool, 0), arith.muli(ptx.to_u64(mine), ptx.i64(4)))
         target = ptx.add(ptx.pointer(tile, 3), key)
@@ -118,16 +112,12 @@ def copy_scales(pool, tile, row_list, *, block):
     copy(pool, tile, row_list)
 
 
-def _least(value, most: int):
-    """A row of the warp's keys: lanes beyond the last one read that, and copy nothing."""
-    return arith.minsi(value, ptx.i32(most))
-
-
 def _chunk(lane, step: int, chunks: int, swizzle: int):
-    """A lane's chunk of 16 bytes in step `step`: (row of the warp's, byte, tile -> (its address, offset to add)).
+    """A lane's chunk of 16 bytes in a step: (key of the warp's, byte of its row, tile -> (address, offset to add)).
 
-    If a step copies 1, 2, 4 .. whole rows, steps differ in the bits of the address that the swizzle mixes, and else by
-    a constant: one instruction instead of ten.
+    If a step copies 1, 2, 4 .. whole rows, the address of step 0 serves all steps: the bits of the key's number that
+    come from the step and those that come from the lane are different ones, so what the step adds to the swizzle is an
+    xor with a constant, and the rest is an offset in the instruction. One instruction instead of ten.
     """
     if 32 % chunks:
         chunk = arith.addi(lane, ptx.i32(32 * step))
@@ -135,8 +125,8 @@ def _chunk(lane, step: int, chunks: int, swizzle: int):
         byte = arith.muli(arith.remui(chunk, ptx.i32(chunks)), ptx.i32(16))
         return row, byte, lambda tile: (arith.addi(tile, ptx.swizzled(row, byte, 16 * chunks, swizzle)), 0)
     first, byte = arith.divui(lane, ptx.i32(chunks)), arith.muli(arith.remui(lane, ptx.i32(chunks)), ptx.i32(16))
-    pieces, inside = divmod(32 // chunks * step, 8)  # of 8 rows
-    mixed = inside * swizzle >> 3 & swizzle - 16
+    pieces, inside = divmod(32 // chunks * step, 8)  # the step's first row: piece of 8 rows, row in the piece
+    mixed = (inside * swizzle >> 3) & (swizzle - 16)  # as ptx.swizzled mixes it into the address
 
     def target(tile):
         place = arith.addi(tile, ptx.swizzled(first, byte, 16 * chunks, swizzle))
@@ -168,7 +158,11 @@ def wait_for_copies(pending: int, warps: int):
 
 
 def sync_lanes():
-    """What the lanes of this warp wrote to shared memory is visible to all of them: a barrier for each warp."""
+    """What the lanes of this warp wrote to shared memory is visible to all of them.
+
+    Each warp has a barrier, since bar.warp.sync may be a call (lanes_sm80.py). Mosaic's own barrier of a warpgroup has
+    the number of warp 0's: a kernel that calls this must have no such barrier (a test looks for one).
+    """
 
     @plgpu.inline_mgpu()
     def wait(ctx):
@@ -178,7 +172,7 @@ def sync_lanes():
 
 
 def sync_lanes_of(warp):
-    """The same inside inline_mgpu."""
+    """sync_lanes inside inline_mgpu."""
     ptx.asm("bar.sync $0, 32;", "r", ptx.add(warp, ptx.i32(1)))
 
 

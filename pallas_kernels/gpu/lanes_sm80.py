@@ -4,7 +4,9 @@
 or 89, as nvJitLink compiles: a call destroys a thread's first registers and all uniform ones, and mixed batches spilled
 up to 3776 bytes. `mma` and `movmatrix` are never calls. A number is passed as the sum of two or three bfloat16, since a
 product of bfloat16 with 1 is exact: three give every bit, and two all but 2^-16 of it, enough for a maximum, which
-need only be the same in every lane. Where shuffles are no calls, they are hardly faster (on an H200, up to 4 %).
+need only be the same in every lane. For a sum the constant matrix is all ones; for a maximum each product's matrix
+selects some lanes' numbers, which the product hands to the other lanes. Where shuffles are no calls, they are hardly
+faster (on an H200, up to 5 %).
 """
 
 import functools
@@ -17,13 +19,13 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
 _WGMMA = plgpu.Layout.WGMMA
-_ROWS = _WGMMA.reduce(1)
+_ROWS = _WGMMA.reduce(1)  # one number for each row, the same in the four lanes that share it
 ONE, TWO_ONES = 0x3F80, 0x3F803F80  # one and two bfloat16 of a word
 LOWEST = -3e38  # instead of -inf, which times 0 is NaN
 
 
 def row_maxima(x):
-    """f32 (64,): the largest of each row of a fragment f32 [64, n], at least LOWEST."""
+    """f32 (64,): the largest number of each row of a fragment f32 [64, n], to 2^-16 of it, and at least LOWEST."""
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, _ROWS))
     def largest(ctx, x):
@@ -33,8 +35,11 @@ def row_maxima(x):
     return largest(x)
 
 
-def lane_sums(x):
-    """f32 (64,), another number in each lane: the sum of a lane's own columns of each row. See `sums_of_lanes`."""
+def partial_row_sums(x):
+    """f32 (64,): in each of the four lanes of a row, the sum of the lane's own columns only; n is 8, 16, 32, ..
+
+    complete_row_sums adds the four: once for a whole piece, since these sums can be added up first.
+    """
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, _ROWS))
     def add(ctx, x):
@@ -43,8 +48,8 @@ def lane_sums(x):
     return add(x)
 
 
-def sums_of_lanes(x):
-    """f32 (64,): the sums of the four numbers that the lanes of a row have in the argument, the same in all four."""
+def complete_row_sums(x):
+    """f32 (64,): what partial_row_sums left in the four lanes of each row, added up, the same in all four."""
 
     @plgpu.inline_mgpu(arg_types=(_ROWS,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, _ROWS))
     def add(ctx, x):
@@ -58,7 +63,8 @@ def sums_of_lanes(x):
 
 
 def column_maxima(values):
-    """The largest of `values`, two numbers of each lane, over the eight lanes of the warp with the same lane % 4."""
+    """The largest of `values`, two numbers of each lane, over the eight lanes of the warp with the same lane % 4; to
+    2^-16. The numbers must be finite: -inf times 0 is NaN."""
     transposed = [ptx.transpose_8x8(word) for word in _words(values, 2)]
     _, t, _, _ = ptx.lane_position(hidden=True)  # else eight constants would stay in registers
     tops = [None, None]
@@ -73,7 +79,8 @@ def column_maxima(values):
 
 
 def column_sums(values):
-    """The sums of `values`, two numbers of each lane, over the eight lanes of the warp with the same lane % 4."""
+    """The sums of `values`, two numbers of each lane, over the eight lanes of the warp with the same lane % 4; exact to
+    float32's rounding."""
     high, middle, low = [ptx.transpose_8x8(word) for word in _words(values, 3)]
     ones = [ptx.i32(TWO_ONES)] * 4
     sums = ptx.mma(ones, [high, middle], [ptx.f32(0.0)] * 4, "bfloat16")
@@ -107,7 +114,7 @@ def _words(values, count: int):
 
 
 def _by_row(fragment):
-    """The floats of a lane's two rows."""
+    """The floats of a lane's first row, and those of its second."""
     found = [], []
     for (second, _), pair in zip(rows.pair_places(fragment), fragment.registers.flat, strict=True):
         found[second].extend(rows.pair_element(pair, k) for k in range(2))
@@ -122,6 +129,7 @@ def _of_rows(shape, values):
 
 
 def _tree_sum(values):
+    """The sum, by a tree: fewer additions wait for one another than in a chain. Their number is a power of two."""
     while len(values) > 1:
         values = [arith.addf(a, b) for a, b in zip(values[::2], values[1::2], strict=True)]
     return values[0]

@@ -1,70 +1,64 @@
-"""Sums over the ranks (devices) of a mesh inside layer_tail_sm90.py: each CTA sends its own to the CTAs of its number.
+"""Sums over the ranks (devices) of a mesh inside layer_tail_sm90.py: each thread sends its own to that of each rank.
 
-A rank stores its sums, rounded to bfloat16, into the memory of every rank, and then adds one to a counter there. Each
-adds up what it received in the order of the ranks, so that all ranks have equal bits.
+A thread rounds its sums to bfloat16, stores them in the memory of every other rank (peer_words_sm90.py), waits for
+theirs, and adds all up in the order of the ranks, so that all ranks have equal bits.
 
-Once a step, `exchange` allocates the memory for this and tells every rank its addresses (peer_memory_sm90.py). A CTA
-may overwrite what its other launch received: o's sums of the next layer are sent by a CTA that has had the sums of down
-from this one, which read o's sums before it sent them; and so for down.
+Once a step, `exchange` allocates the memory for this and tells every rank its addresses (peer_memory_sm90.py). A thread
+may overwrite what its other launch received: o's sums of the next layer are sent by a thread that has had the sums of
+down from this one, whose sender had read o's sums before; and so for down.
 """
 
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, THREADS, LayerTailConfig
 from pallas_kernels.gpu.peer_memory_sm90 import Table, told
-from pallas_kernels.gpu.stage_ring_sm90 import DTYPE
 from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
 
 _PRODUCTS = 2  # whose sums are sent: o and down
-_COUNTER = 8  # int32 of a CTA and product: what arrived in all launches, launches that have ended
+_COLUMN_BYTES = 4  # of a column that is sent: a bfloat16, and half of the number beside each word of two
 
 
 def exchange(cfg: LayerTailConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(received [2 ranks T8, W], arrived i32, table) of this rank. Call it on all ranks, in shard_map."""
-    received = jax.ShapeDtypeStruct((_PRODUCTS * cfg.ranks * cfg.rows8, cfg.hidden), DTYPE)
-    arrived = jax.new_ref(jnp.zeros(_PRODUCTS * MAX_CTAS * _COUNTER, jnp.int32))
-    received, table = told(cfg.ranks, (arrived,), (received,))
-    return received, jax.freeze(arrived), table
+    """(received i32[..], sums so far i32[..], table) of this rank. Call it on all ranks, in shard_map."""
+    received = jax.new_ref(jnp.zeros(_PRODUCTS * cfg.ranks * cfg.rows8 * cfg.hidden, jnp.int32))
+    so_far = jax.new_ref(jnp.zeros(_PRODUCTS * MAX_CTAS * THREADS, jnp.int32))
+    (table,) = told(cfg.ranks, (received, so_far))
+    return jax.freeze(received), jax.freeze(so_far), table
 
 
 def sum_over_ranks(cfg: LayerTailConfig, product: int, share: TokenShare, refs, cta, fours):
-    """Inside inline_mgpu: the sums of this CTA's columns over all ranks, as bfloat16 rounds them.
+    """Inside inline_mgpu: the sums of this thread's columns over all ranks, as bfloat16 rounds them.
 
     refs: what `exchange` gave. fours: this rank's sums.
     """
-    received, arrived, table = refs
-    table = Table(table, (ptx.pointer(received, 0), ptx.pointer(arrived, 0)), cfg.ranks)
-    counter = ptx.add(ptx.mul(cta, _COUNTER), ptx.i32(product // 2 * MAX_CTAS * _COUNTER))
-    counter = arith.muli(ptx.to_i64(counter), ptx.i64(4))
-    row = ptx.add(share.row, ptx.i32(product // 2 * cfg.ranks * cfg.rows8))
-    own = ptx.add(ptx.mul(table.rank, cfg.rows8), row)
-    for peer in range(cfg.ranks):
-        share.store_at(table.address(peer, 0), fours, own)
-    ptx.asm(f"bar.sync 8, {THREADS};", "")
-    for peer in range(cfg.ranks):  # thread `peer` tells that rank
-        text = (
-            "{ .reg .pred p; setp.eq.u32 p, $1, $2; setp.ne.and.u32 p, $3, $2, p;"
-            " @p red.release.sys.global.add.u32 [$0], 1; }"
-        )
-        place = arith.addi(table.address(peer, 1), counter)
-        ptx.asm(text, "l,r,r,r", place, ptx.thread_index(), ptx.i32(peer), table.rank)
-    text = (
-        "{ .reg .pred p; .reg .b32 seen, ended, wanted; setp.ne.u32 p, $1, 0; @p bra DONE;"
-        " ld.global.b32 ended, [$0+4]; add.u32 ended, ended, 1; mul.lo.u32 wanted, ended, $2;"
-        " AGAIN: ld.acquire.sys.global.u32 seen, [$0]; setp.lt.u32 p, seen, wanted; @p bra AGAIN;"
-        " st.global.b32 [$0+4], ended; DONE: }"
-    )
-    place = arith.addi(ptx.pointer(arrived, 0), counter)
-    ptx.asm(text, "l,r,r", place, ptx.thread_index(), ptx.i32(cfg.ranks - 1))
-    ptx.asm(f"bar.sync 9, {THREADS};", "")
-    parts = [share.words(received, ptx.add(row, ptx.i32(peer * cfg.rows8))) for peer in range(cfg.ranks)]
-    totals = []
-    for words in zip(*parts, strict=True):
-        first, *more = (floats(pair) for pair in words)
-        for other in more:
-            first = [arith.addf(a, b) for a, b in zip(first, other, strict=True)]
-        totals.append(floats(packed(first)))
-    return totals
+    received, so_far, table = refs
+    received, so_far = ptx.pointer(received, 0), ptx.pointer(so_far, 0)
+    table = Table(table, (received, so_far), cfg.ranks)
+    counter = ptx.add(ptx.mul(ptx.add(cta, ptx.i32(product // 2 * MAX_CTAS)), THREADS), ptx.thread_index())
+    counter = arith.addi(so_far, arith.muli(ptx.to_i64(counter), ptx.i64(4)))
+    number = peer_words.next_number(counter, ptx.i32(1))
+    own, inside = [packed(four) for four in fours], [ok for _, ok in share.quads]
+
+    def places(base, rank):  # where this thread's fours of a rank lie
+        row = ptx.add(ptx.mul(ptx.add(rank, ptx.i32(product // 2 * cfg.ranks)), cfg.rows8), share.row)
+        return [share.place(base, quad, _COLUMN_BYTES, row) for quad, _ in share.quads]
+
+    others = [arith.cmpi(arith.CmpIPredicate.ne, table.rank, ptx.i32(rank)) for rank in range(cfg.ranks)]
+    waits = [[arith.muli(ok, ptx.bool_to_i32(other)) for ok in inside] for other in others]
+    for rank in range(cfg.ranks):
+        for place, words, sends in zip(places(table.address(rank, 0), table.rank), own, waits[rank], strict=True):
+            peer_words.send(place, words, number, sends)
+    totals: list = []
+    for rank in range(cfg.ranks):
+        found = peer_words.receive(places(received, ptx.i32(rank)), (number,) * len(own), waits[rank], own)
+        fours = [floats(words) for words in found]
+        totals = [_added(*pair) for pair in zip(totals, fours, strict=True)] if totals else fours
+    return [floats(packed(total)) for total in totals]
+
+
+def _added(a, b):
+    return [arith.addf(x, y) for x, y in zip(a, b, strict=True)]

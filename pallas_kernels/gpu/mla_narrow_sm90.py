@@ -30,10 +30,12 @@ from pallas_kernels.gpu import warp_mma_sm80 as warps
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.decode_sm90 import decode_word
+from pallas_kernels.gpu.fragments_sm80 import floats_of, fragment_of_floats, fragment_of_quads, quads_of
 from pallas_kernels.gpu.gather_sm90 import gather
 from pallas_kernels.gpu.mla_config import BLOCK_KV, NARROW_ROWS, SLACK, MlaKernelConfig
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, order_of_parts, zero_past_end
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
+from pallas_kernels.gpu.row_states_sm90 import LN2, M_START
 
 ROWS8 = NARROW_ROWS // 8
 MAXIMA = 2 * NARROW_ROWS  # place in stats
@@ -153,7 +155,7 @@ def start_sums():
 
 
 def start_state():
-    return _constants(_SCORES, [warps.M_START] * 4 + [0.0] * 4)
+    return _constants(_SCORES, [M_START] * 4 + [0.0] * 4)
 
 
 def start_output(columns: int):
@@ -163,7 +165,7 @@ def start_output(columns: int):
 def _constants(shape, values):
     @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA))
     def constants(ctx):
-        return warps._fragment_of_floats(shape, [ptx.f32(value) for value in values])
+        return fragment_of_floats(shape, [ptx.f32(value) for value in values])
 
     return constants()
 
@@ -179,16 +181,16 @@ def add_products(tile_ref, queries, sums, *, column: int, columns: int, head_dim
     def add_products(ctx, tile, queries, sums):
         base, (_, _, lane, warp) = ptx.pointer(tile, 3), ptx.lane_position()
         words = [utils.bitcast(r, ptx.int_type()) for r in queries.registers.flat]
-        key = ptx.add(ptx.mul(warp, 16), arith.remui(lane, ptx.i32(8)), ptx.mul(warps._bit(lane, 3), 8))
-        flat, step = warps._floats_of(sums), 0
-        for loaded in warps._load_tile(base, key, lane, columns, source):
-            for a in warps._key_factors(loaded, decoded):
+        key = ptx.add(ptx.mul(warp, 16), arith.remui(lane, ptx.i32(8)), ptx.mul(ptx.bit(lane, 3), 8))
+        flat, step = floats_of(sums), 0
+        for loaded in warps.load_tile(base, key, lane, columns, source):
+            for a in warps.key_factors(loaded, decoded):
                 for n in range(ROWS8):
                     at, chain = n * steps + column // 16 + step, 4 * (2 * n + step % 2)
                     chain = slice(chain, chain + 4)
                     flat[chain] = ptx.mma(a, words[2 * at : 2 * at + 2], flat[chain], target)
                 step += 1
-        return warps._fragment_of_floats(sums.shape, flat)
+        return fragment_of_floats(sums.shape, flat)
 
     return add_products(tile_ref, queries, sums)
 
@@ -198,10 +200,10 @@ def fold(sums):
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=plgpu.ShapeDtypeStruct(_SCORES, jnp.float32, _WGMMA))
     def fold(ctx, sums):
-        flat, total = warps._floats_of(sums), []
-        for n in range(ROWS8):
-            total += [arith.addf(flat[8 * n + i], flat[8 * n + 4 + i]) for i in range(4)]
-        return warps._scores(ROWS8, total)
+        flat = floats_of(sums)
+        return fragment_of_quads(
+            [[arith.addf(flat[8 * n + i], flat[8 * n + 4 + i]) for i in range(4)] for n in range(ROWS8)]
+        )
 
     return fold(sums)
 
@@ -219,8 +221,8 @@ def weigh(stats_ref, x, state, turn, bias: float, target: str):
     )
     def weigh(ctx, stats, x, state, turn):
         _, t, lane, warp = ptx.lane_position()
-        x, old = warps._scores_of(x, ROWS8), warps._floats_of(state)
-        x = [[[x[4 * n + 2 * s + e] for s in range(2)] for e in range(2)] for n in range(ROWS8)]  # [n][row][key]
+        x, old = quads_of(x), floats_of(state)
+        x = [[[quad[2 * s + e] for s in range(2)] for e in range(2)] for quad in x]  # [n][row][key]
         tops = []
         for n in range(ROWS8):
             for e in range(2):
@@ -257,9 +259,9 @@ def weigh(stats_ref, x, state, turn, bias: float, target: str):
             words += [ptx.transpose_8x8(ptx.pack_16bit(*p[s], target)) for s in range(2)]
         element = utils.dtype_to_ir_type(jnp.dtype(target))
         return (
-            warps._fragment_of_floats(_SCORES, new + sums),
+            fragment_of_floats(_SCORES, new + sums),
             rows.fragment_of_words(_SCORES, element, words),
-            warps._fragment_of_floats((64, 8), factors),
+            fragment_of_floats((64, 8), factors),
         )
 
     return weigh(stats_ref, x, state, turn)
@@ -274,7 +276,7 @@ def put_weights(weights_ref, stats_ref, weights, factors):
         words = [utils.bitcast(r, ptx.int_type()) for r in weights.registers.flat]
         place = ptx.add(ptx.pointer(out, 3), ptx.mul(ptx.thread_index(), 16))
         ptx.asm("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", place, *words)
-        _put_rows(stats, warps._floats_of(factors), 0, t)
+        _put_rows(stats, floats_of(factors), 0, t)
 
     put_weights(weights_ref, stats_ref, weights, factors)
 
@@ -285,7 +287,7 @@ def put_sums(stats_ref, state):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA))
     def put_sums(ctx, stats, state):
         _, t, lane, warp = ptx.lane_position()
-        values, base = warps._floats_of(state), ptx.pointer(stats, 3)
+        values, base = floats_of(state), ptx.pointer(stats, 3)
         sums = values[4:]
         for i in range(4):
             for distance in (4, 8, 16):
@@ -339,26 +341,26 @@ def add_weighted(cfg: MlaKernelConfig, tiles_ref, weights_ref, stats_ref, acc, w
     @plgpu.inline_mgpu(arg_types=kinds, return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA))
     def add_weighted(ctx, tile, weights, stats, acc, first_part):
         _, t, lane, warp = ptx.lane_position()
-        base, flat = ptx.pointer(tile, 3), warps._floats_of(acc)
+        base, flat = ptx.pointer(tile, 3), floats_of(acc)
         own = ptx.add(ptx.pointer(weights, 3), ptx.mul(lane, 16))
         text = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
         p = [ptx.asm_values(text.format(512 * k), "=r,=r,=r,=r,r", 4, own) for k in range(BLOCK_KV // 16)]
         factors = _get_rows(stats, 0, t)
         flat = [arith.mulf(a, factors[2 * (i // 4 % ROWS8) + i % 2]) for i, a in enumerate(flat)]
-        key = ptx.add(arith.remui(lane, ptx.i32(8)), ptx.mul(warps._bit(lane, 3), 8))
+        key = ptx.add(arith.remui(lane, ptx.i32(8)), ptx.mul(ptx.bit(lane, 3), 8))
         for j in range(len(flat) // 16):
             column = ptx.add(warp, ptx.i32(4 * j))
             number = ptx.add(ptx.scalar_value(first_part), arith.divui(column, ptx.i32(in_part)))
             byte = ptx.mul(arith.remui(column, ptx.i32(in_part)), 32)
-            byte = ptx.add(byte, ptx.mul(warps._bit(lane, 4), 16))
+            byte = ptx.add(byte, ptx.mul(ptx.bit(lane, 4), 16))
             place = ptx.add(base, ptx.mul(number, BLOCK_KV * part), ptx.swizzled(key, byte, part, swizzle))
             for k in range(BLOCK_KV // 16):
                 loaded = ptx.ldmatrix(place, True, 16 * part * k)
-                for i, a in enumerate(warps._value_factors(loaded, decoded)):
+                for i, a in enumerate(warps.value_factors(loaded, decoded)):
                     for n in range(ROWS8):
                         at = slice(4 * (4 * j + 2 * i + n), 4 * (4 * j + 2 * i + n) + 4)
                         flat[at] = ptx.mma(a, p[k][2 * n : 2 * n + 2], flat[at], target)
-        return warps._fragment_of_floats(shape, flat)
+        return fragment_of_floats(shape, flat)
 
     return add_weighted(tiles_ref, weights_ref, stats_ref, acc, first_part)
 
@@ -375,7 +377,7 @@ def store_columns(cfg: MlaKernelConfig, refs: MlaRefs, acc, is_part, slot, tok0,
     def store_columns(ctx, out, lse, part, part_lse, stats, acc, *numbers):
         is_part, slot, tok0, head0, row0, nrows, skipped, wg = map(ptx.scalar_value, numbers)
         g, t, lane, warp = ptx.lane_position()
-        flat, maxima, sums = warps._floats_of(acc), _get_rows(stats, 0, t), _get_rows(stats, NARROW_ROWS, t)
+        flat, maxima, sums = floats_of(acc), _get_rows(stats, 0, t), _get_rows(stats, NARROW_ROWS, t)
         column = ptx.add(ptx.mul(wg, half), ptx.mul(warp, 32), ptx.mul(g, 2))
         lead = arith.andi(ptx.bool_to_i32(ptx.less(lane, ptx.i32(4))), ptx.bool_to_i32(ptx.less(warp, ptx.i32(1))))
         lead = arith.andi(lead, ptx.bool_to_i32(ptx.less(wg, ptx.i32(1))))
@@ -390,7 +392,7 @@ def store_columns(cfg: MlaKernelConfig, refs: MlaRefs, acc, is_part, slot, tok0,
             safe = arith.select(seen, sums[r], ptx.f32(1.0))
             factor = arith.select(seen, ptx.divide(ptx.f32(1.0), safe), ptx.f32(0.0))
             base2 = arith.select(seen, arith.addf(maxima[r], ptx.log2(safe)), ptx.f32(float("-inf")))
-            natural = arith.mulf(base2, ptx.f32(0.6931471805599453))
+            natural = arith.mulf(base2, ptx.f32(LN2))
             row_of_out = ptx.flat_row(
                 arith.select(ptx.less(row, nrows), row, ptx.i32(0)), tok0, head0, row0, group, heads
             )

@@ -149,7 +149,7 @@ def _kernel(cfg: MlaKernelConfig, *gmem):
             (load_listed if cfg.listed else load_latents)(cfg, refs)
 
     def tile(*shape, dtype=cfg.dtype):
-        return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
+        return rows.smem_tiles(dtype, *shape)
 
     def stages_of(count, dtype):
         return [tile(count, parts, BLOCK_KV, cfg.part, dtype=dtype), tile(count, BLOCK_KV, cfg.rope_dim, dtype=dtype)]

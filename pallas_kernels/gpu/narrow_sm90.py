@@ -141,18 +141,36 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         return carry
 
     start = warps.start_state(rows8=rows8, dim=cfg.v_head_dim)
-    acc, stats = loop_over_blocks(cfg, step, full_block_bounds(piece), start)
-    _merge_warps(cfg, refs, piece, acc, stats, wg)
+    state = loop_over_blocks(cfg, step, full_block_bounds(piece), start)
+    _merge_in_queries(cfg, refs, piece, state, wg)
 
 
-def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg):
-    """Merges the states of the warps, eight rows at a time, in the buffer of the queries, no longer used."""
-    alone, count = cfg.pipelines == 2, 8 // cfg.pipelines
-    scratch = (refs.q_tile.at[piece.buffer], refs.stats.at[refs.pipeline] if alone else refs.stats)
-    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype, warps=count)
-    slot, wg = 2 * worker(cfg, refs) + as_number(piece.lo == 0), jnp.int32(0) if alone else wg
+def merge_warps(cfg, refs: Refs, piece: Piece, state, wg, scratch, dtype: str, sync, *, count: int, shuffles=True):
+    """Merges the states of the `count` warps of a piece, eight rows at a time, and stores its rows, or a part of them.
+
+    scratch: an SMEM tile [.., D] of `dtype` for the outputs, and one for maxima and sums, both as raw memory. sync: a
+    barrier of the warps. wg: which of their warpgroups this is. shuffles: see warp_mma_sm80.softmax_times_values.
+    """
+    kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=dtype, warps=count)
+    slot = 2 * worker(cfg, refs) + as_number(piece.lo == 0)
     part = (as_number(piece.is_part), slot)
     where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS], wg)
+    own, rows8 = dict(decoded=cfg.quantised, shuffles=shuffles), cfg.narrow_rows // 8
+    for n in range(rows8):
+        sync()
+        warps.put_state(*scratch, *state, wg, n, rows8=rows8, **own, **kind)
+        sync()
+        for line in range(8 // count):
+            warps.merge_and_store(
+                *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where, n=n, line=line, group=cfg.group,
+                heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.result_dtype, **kind,
+            )  # fmt: skip
+
+
+def _merge_in_queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
+    """Merges the states of the warps in the buffer of the queries, no longer used."""
+    alone = cfg.pipelines == 2
+    scratch = (refs.q_tile.at[piece.buffer], refs.stats.at[refs.pipeline] if alone else refs.stats)
 
     def sync():
         if alone:
@@ -160,15 +178,8 @@ def _merge_warps(cfg: GpuKernelConfig, refs: Refs, piece: Piece, acc, stats, wg)
         plgpu.barrier_arrive(refs.compute_barrier)
         plgpu.barrier_wait(refs.compute_barrier)
 
-    for n in range(cfg.narrow_rows // 8):
-        sync()
-        warps.put_state(*scratch, acc, stats, wg, n, rows8=cfg.narrow_rows // 8, decoded=cfg.quantised, **kind)
-        sync()
-        for line in range(8 // count):
-            warps.merge_and_store(
-                *scratch, refs, part, refs.scales[piece[HEAD], 1], 1, where, n=n, line=line, group=cfg.group,
-                heads=cfg.num_heads, has_sinks=cfg.has_sinks, out_dtype=cfg.result_dtype, **kind,
-            )  # fmt: skip
+    wg = jnp.int32(0) if alone else wg
+    merge_warps(cfg, refs, piece, state, wg, scratch, cfg.dtype, sync, count=8 // cfg.pipelines)
     if cfg.merges_inside:
 
         @when(piece.is_part)

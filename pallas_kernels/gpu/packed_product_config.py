@@ -40,6 +40,11 @@ class PackedConfig:
         raise NotImplementedError
 
     @property
+    def joined_width(self) -> int:
+        """Columns of y, in which the results of the matrices lie side by side."""
+        return sum(self.widths)
+
+    @property
     def first_strips(self) -> tuple[int, ...]:
         """The number of the first strip of each matrix."""
         counts = [-(-width // self.strip) for width in self.widths]

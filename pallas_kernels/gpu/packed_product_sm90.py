@@ -43,7 +43,7 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
     packed_sums.check_operands(c, x, matrices, c.experts)
-    out_type = tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(c.dtype)) for width in c.widths)
+    out_type = jax.ShapeDtypeStruct((x.shape[0], c.joined_width), jnp.dtype(c.dtype))
     flat = [array for matrix in matrices for array in matrix if array is not None]
     given = [x] if tiles is None else [x, tiles]
 
@@ -62,7 +62,7 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
     )  # fmt: skip
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(packed_product, out_type=out_type, mesh=mesh, compiler_params=params, name="packed_product")
-    return tuple(call(*given, *flat))
+    return packed_sums.apart(c, call(*given, *flat))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         expert, row = None, ptx.mul(tile, cfg.tile_rows)
         count = arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row))
     each = 3 if cfg.has_zeros else 2
-    outs, arrays = rest[each * len(cfg.widths) :], [rest[each * i : each * (i + 1)] for i in range(len(cfg.widths))]
+    arrays = [rest[each * i : each * (i + 1)] for i in range(len(cfg.widths))]
     select = functools.partial(packed_sums.of_matrix, cfg, strip)
 
     def address(i: int, bytes_of_column: int):
@@ -123,7 +123,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         values=address(0, cfg.inner * BITS[cfg.format] // 8),
         scales=address(1, groups * size),
         zeros=address(2, groups) if cfg.has_zeros else None,
-        out=packed_sums.first_result(cfg, select(outs), row, width),
+        out=packed_sums.first_result(cfg, rest[-1], row, strip),
         width=width,
         column=packed_sums.first_column(cfg, strip),
         count=count,

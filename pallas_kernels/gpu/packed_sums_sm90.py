@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
@@ -34,24 +36,29 @@ def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int =
             raise ValueError(f"{seen} must be {dtype}{list(shape)} in a packed product of {cfg.inner} inputs")
 
 
+def apart(cfg, y: jax.Array) -> tuple[jax.Array, ...]:
+    """The results of each matrix. Joined again, they are y itself to XLA."""
+    return tuple(jnp.split(y, np.cumsum(cfg.widths)[:-1], axis=1))
+
+
 @dataclasses.dataclass(frozen=True)
 class Results:
     """Where the results of a CTA belong. Addresses are those of its matrix, and of its expert."""
 
     scales: object  # i64
-    out: object  # i64: of the first row
+    out: object  # i64: of the first row, and of the matrix's first column
     width: object  # i32, of the matrix
     column: object  # i32, of the strip's first
     count: object  # i32, rows
 
 
 def results_of(cfg, addresses, strip, tile) -> Results:
-    """The results of a strip and a tile; addresses: of the scales of each matrix, then of each y."""
-    scales, outs = addresses[: len(cfg.widths)], addresses[len(cfg.widths) :]
-    row, width = ptx.mul(tile, cfg.tile_rows), width_of(cfg, strip)
+    """The results of a strip and a tile; addresses: of the scales of each matrix, then of y."""
+    *scales, out = addresses
+    row = ptx.mul(tile, cfg.tile_rows)
     return Results(
-        scales=of_matrix(cfg, strip, scales), out=first_result(cfg, of_matrix(cfg, strip, outs), row, width),
-        width=width, column=first_column(cfg, strip),
+        scales=of_matrix(cfg, strip, scales), out=first_result(cfg, out, row, strip),
+        width=width_of(cfg, strip), column=first_column(cfg, strip),
         count=arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row)),
     )  # fmt: skip
 
@@ -75,10 +82,10 @@ def first_column(cfg, strip):
     return ptx.mul(arith.subi(strip, first), cfg.strip)
 
 
-def first_result(cfg, out, row, width):
-    """The address of a row of y."""
-    row_bytes = ptx.mul(width, ITEM_BYTES[cfg.dtype])
-    return arith.addi(out, arith.muli(ptx.to_i64(row), ptx.to_i64(row_bytes)))
+def first_result(cfg, out, row, strip):
+    """The address, in a row of y, of the first column of the strip's matrix."""
+    column = of_matrix(cfg, strip, [ptx.i32(sum(cfg.widths[:i])) for i in range(len(cfg.widths))])
+    return place_of(out, row, ptx.i32(cfg.joined_width), column, ITEM_BYTES[cfg.dtype])
 
 
 def place_of(base, row, width, column, size: int):
@@ -146,7 +153,7 @@ def add_up(cfg, here: Results, base, split, wg):
                 total = value if total is None else arith.addf(total, value)
         if cfg.is_whole:
             total = arith.mulf(total, _one_scale(cfg, here, at, is_used))
-        _store(cfg.dtype, place_of(here.out, row, here.width, at, ITEM_BYTES[cfg.dtype]), total, is_used)
+        _store(cfg.dtype, place_of(here.out, row, ptx.i32(cfg.joined_width), at, ITEM_BYTES[cfg.dtype]), total, is_used)
 
 
 def of_peer(place, rank: int):

@@ -43,14 +43,14 @@ def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...],
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
     packed_sums.check_operands(c, x, matrices)
-    out_type = tuple(jax.ShapeDtypeStruct((c.rows, width), jnp.dtype(c.dtype)) for width in c.widths)
+    out_type = jax.ShapeDtypeStruct((c.rows, c.joined_width), jnp.dtype(c.dtype))
     flat = [array for matrix in matrices for array in matrix if array is not None]
 
     def packed_product_wgmma(x, *refs):  # the kernel's name in a profile
         each = 3 if c.has_zeros else 2
-        outs = refs[each * len(c.widths) :]
+        *refs, out = refs
         arrays = [refs[each * i : each * (i + 1)] for i in range(len(c.widths))]
-        pl.run_scoped(functools.partial(_product, c, x, arrays, outs), _shared(c), collective_axes="wg")
+        pl.run_scoped(functools.partial(_product, c, x, arrays, out), _shared(c), collective_axes="wg")
 
     mesh = plgpu.Mesh(
         grid=(c.strips, c.tiles), grid_names=("strip", "tile"), cluster=(c.splits,), cluster_names=("split",),
@@ -58,7 +58,7 @@ def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...],
     )  # fmt: skip
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(packed_product_wgmma, out_type=out_type, mesh=mesh, compiler_params=params)
-    return tuple(call(jnp.pad(x, ((0, c.tiles * c.tile_rows - c.rows), (0, 0))), *flat))
+    return packed_sums.apart(c, call(jnp.pad(x, ((0, c.tiles * c.tile_rows - c.rows), (0, 0))), *flat))
 
 
 def _transforms(cfg: PackedWgmmaConfig, name: str) -> tuple:
@@ -94,7 +94,7 @@ def _shared(cfg: PackedWgmmaConfig) -> dict:
     return found
 
 
-def _product(cfg: PackedWgmmaConfig, x, arrays, outs, smem: dict):
+def _product(cfg: PackedWgmmaConfig, x, arrays, out, smem: dict):
     """One warpgroup."""
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
     edge = lambda i: lax.div(i * cfg.chunks, cfg.splits)
@@ -132,7 +132,7 @@ def _product(cfg: PackedWgmmaConfig, x, arrays, outs, smem: dict):
     plgpu.barrier_wait(smem["full"].at[0])
     total = lax.fori_loop(0, count, step, zeros)
     memory = "values" if cfg.value_bytes > cfg.token_bytes else "tokens"
-    store_results(cfg, arrays, outs, smem[memory], _ref_type(cfg, memory), total, wg)
+    store_results(cfg, arrays, out, smem[memory], _ref_type(cfg, memory), total, wg)
 
 
 def _copy(cfg: PackedWgmmaConfig, x, arrays, smem: dict, chunk, slot):
@@ -273,9 +273,9 @@ def scales_of_columns(cfg: PackedWgmmaConfig, scales, wg):
     return read(scales, wg)
 
 
-def store_results(cfg: PackedWgmmaConfig, arrays, outs, memory, kind, total, wg):
+def store_results(cfg: PackedWgmmaConfig, arrays, out, memory, kind, total, wg):
     """Sums of the cluster to GMEM. Those of a CTA, [tile_rows, pitch] floats, replace what was in `memory`."""
-    flat = [*(scales for _, scales, *_ in arrays), *outs]
+    flat = [*(scales for _, scales, *_ in arrays), out]
     numbers = [lax.axis_index(name) for name in ("strip", "tile", "split")]
 
     @plgpu.inline_mgpu(arg_types=(kind, _WGMMA, *(ptx.SCALAR,) * 4, *(plgpu.RefType(),) * len(flat)))

@@ -47,8 +47,10 @@ from pallas_kernels.gpu.pieces_sm90 import (
     count_pieces,
     load_pages,
     load_scales,
+    output_types,
     receive_piece,
     stored_tiles,
+    with_scale_pools,
     worker,
 )
 from pallas_kernels.gpu.supports import supports
@@ -146,14 +148,7 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
     scales f32[K, 2], per_head f32[H, 2]: see Refs. token_scales: the two pools of scales, or (). counters: i32[workers]
     or more zeros, or None; with them the launch merges the partial outputs itself.
     """
-    num_tokens, num_heads, _ = q.shape
-    v_dim, slots = config.v_head_dim, 1 if config.whole_units else 2 * config.workers
-    out_type = [
-        jax.ShapeDtypeStruct((num_tokens, num_heads, v_dim), jnp.dtype(config.result_dtype)),
-        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, v_dim), jnp.float32),
-        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
-    ]
+    out_type = output_types(config, q.shape[0], slots=1 if config.whole_units else 2 * config.workers)
 
     def ragged_paged_attention(*gmem):  # the kernel's name in a profile
         _kernel(config, *gmem)
@@ -180,7 +175,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
             stored = (*full, *free) if not stored else (full[0], stored[0], free[0], stored[1])
         tiles = (q_tile, *multiplied, *(rounded or (None,)), *from_pool)
         small = (*small, None)[:3]
-        pools = gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
+        pools = with_scale_pools(cfg, gmem)
         refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, compute_barrier)
         wg = lax.axis_index("wg")
         compute, load, *fourth = registers(cfg)
@@ -204,9 +199,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
                 plgpu.set_max_registers(fourth[0], action="decrease")
                 (convert_tiles if cfg.converts_tiles else load_scales)(cfg, refs)
 
-    def tile(dtype, *shape):
-        return plgpu.SMEM(shape, dtype, transforms=rows.tile_transforms(shape[-1], dtype))
-
+    tile = rows.smem_tiles
     block, stages, buffers = cfg.block_kv, cfg.stages, cfg.q_buffers * cfg.pipelines
     queries_dtype = cfg.dtype if cfg.compute_dtype else cfg.query_dtype
     dims, dtypes, shapes = (cfg.head_dim, cfg.v_head_dim), (cfg.kv_dtype,) * 2, None

@@ -1,7 +1,8 @@
 """The keys and values of one piece, fetched ahead of use by the warps that compute with them.
 
 Keys and values have `stages` buffers each. Block i of keys is copied while blocks i - stages .. i - 1 are computed. The
-groups of copies are, in order, K0 V0 K1 V1 .., so that after 2 (stages - 1) later groups a block is known to be there:
+groups of copies begin in the order K0 V0 K1 V1 .. and end in it, so that the next block to be used has arrived when at
+most the 2 (s - 1) groups begun after it are under way; s stages:
 
     start      K0, V0, .., V[s-2], K[s-1]
     block j    wait for K[j]; copy V[j+s-1]; scores; wait for V[j]; copy K[j+s]; weighted values
@@ -25,7 +26,7 @@ from pallas_kernels.gpu.token_scales_sm90 import load_per_key
 
 @dataclasses.dataclass(frozen=True)
 class BlockReader:
-    """Copies the blocks of a piece. warps: how many wait for each other, 1 or 4."""
+    """Copies the blocks of a piece. warps: 1 if a warp reads only the keys that it copied; 4 if it reads all keys."""
 
     cfg: WarpKernelConfig
     refs: Refs
@@ -37,20 +38,19 @@ class BlockReader:
         return (self.piece[wl.BLK0] + self.piece.lo) * self.cfg.block_kv
 
     def slot(self, i):
+        """The buffer of block i."""
         return lax.rem(i, jnp.int32(self.cfg.stages)) if self.cfg.stages > 1 else jnp.int32(0)
 
-    def _where(self, i):
-        return self.first_key + i * self.cfg.block_kv, self.piece[wl.KSTART], self.piece[wl.KSTOP]
-
-    def rows(self, i):
-        """The rows of block i's keys in the pools."""
-        cfg, table = self.cfg, self.refs.block_table
+    def _pool_rows(self, i):
+        """In registers: the rows of block i's keys in the pools. Keys that no row of the tile sees have none."""
+        cfg, table, piece = self.cfg, self.refs.block_table, self.piece
         kind = dict(block=cfg.block_kv, page=cfg.page_size, columns=table.shape[1])
         kind |= dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
-        return copies.pool_rows(table, self.piece[wl.REQ], self.piece[HEAD], *self._where(i), **kind)
+        where = (piece[wl.REQ], piece[HEAD], self.first_key + i * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
+        return copies.pool_rows(table, *where, **kind)
 
     def _row_list(self, i):
-        """Where the rows of block i lie; those of block i + 2 replace them."""
+        """In shared memory: the same, from the copy of block i's keys to that of its values; then block i + 2's."""
         return self.refs.pool_rows.at[lax.rem(i, jnp.int32(2))]
 
     def _copy(self, pool, tile, dim, i, scales=()):
@@ -66,43 +66,47 @@ class BlockReader:
 
         copies.commit()
 
-    def copy_keys(self, i):
-        """And both scales of each token."""
+    def _copy_keys(self, i):
+        """Begins to copy block i's keys, and the scales of its tokens' keys and values."""
         scales = (self.refs.k_token_scale, self.refs.v_token_scale) if self.cfg.token_scales else ()
         self._copy(self.refs.k, self.refs.k_tile, self.cfg.head_dim, i, scales)
 
-    def copy_values(self, i):
+    def _copy_values(self, i):
         self._copy(self.refs.v, self.refs.v_tile, self.cfg.v_head_dim, i)
 
     def token_scales(self, slot, axis: int):
-        """Scales (of keys, of values) of a block, or (None, None); between `keys` and `values` of the block."""
+        """Scales (of keys, of values) of a block, or (None, None); between the two waits of the block."""
         if not self.cfg.token_scales:
             return None, None
         return load_per_key(self.refs.token_scale, slot, axis, self.cfg.block_kv)
 
-    def wait(self):
+    def _wait(self):
+        """Until the next block of keys or values, in the order above, has arrived."""
         copies.wait_for_copies(2 * (self.cfg.stages - 1), self.warps)
 
     def start(self):
-        """Copies the first blocks; returns what a step passes to the next: the rows of block `stages`."""
+        """Begins to copy the first blocks. Returns the rows of block `stages`, which wait_for_values takes."""
         stages = self.cfg.stages
-        rows = [self.rows(jnp.int32(i)) for i in range(stages + 1)]
+        rows = [self._pool_rows(jnp.int32(i)) for i in range(stages + 1)]
         for i in range(stages):
             copies.put_rows(self._row_list(jnp.int32(i)), rows[i], block=self.cfg.block_kv)
             copies.sync_lanes()
-            self.copy_keys(jnp.int32(i))
+            self._copy_keys(jnp.int32(i))
             if i < stages - 1:
-                self.copy_values(jnp.int32(i))
+                self._copy_values(jnp.int32(i))
         return rows[-1]
 
-    def keys(self, j):
-        """Waits for block j's keys; copies further values."""
-        self.wait()
-        self.copy_values(j + self.cfg.stages - 1)
+    def wait_for_keys(self, j):
+        """Waits for block j's keys; begins to copy the values of block j + stages - 1."""
+        self._wait()
+        self._copy_values(j + self.cfg.stages - 1)
 
-    def values(self, j, rows):
-        """Waits for block j's values; copies further keys, those of `rows`. Returns the next `rows`."""
+    def wait_for_values(self, j, rows):
+        """Waits for block j's values; begins to copy the keys of block j + stages, which are the pool's `rows`.
+
+        Returns the rows of the block after that: they are read from the block table a step ahead of their use.
+        """
         copies.put_rows(self._row_list(j + self.cfg.stages), rows, block=self.cfg.block_kv)
-        self.wait()
-        self.copy_keys(j + self.cfg.stages)
-        return self.rows(j + self.cfg.stages + 1)  # a step ahead of its use: it is read from the block table
+        self._wait()
+        self._copy_keys(j + self.cfg.stages)
+        return self._pool_rows(j + self.cfg.stages + 1)

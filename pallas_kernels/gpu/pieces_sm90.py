@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -18,7 +19,11 @@ from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, convert
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """Every Ref of the kernel, with its shape."""
+    """Every Ref of the kernel, with its shape.
+
+    The warp-level kernel (paged_attention_sm80.py) has no barriers and no buffers from which tiles are converted. Its
+    q_tile is [tile_halves, 64, D], or [1, narrow_rows, D]; its stats, piece_box and pool_rows are rows of one buffer.
+    """
 
     q: object  # GMEM [T, H, D]
     k: object  # GMEM [N, K, S, D] (HND) or [N, S, K, D] (NHD)
@@ -59,6 +64,21 @@ class Refs:
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
     pipeline: object = 0  # which pipeline of the CTA this warpgroup belongs to
+
+
+def output_types(cfg: GpuKernelConfig, num_tokens: int, slots: int) -> list[jax.ShapeDtypeStruct]:
+    """Of Refs.out, lse, part and part_lse. slots: of partial results, two for each worker."""
+    return [
+        jax.ShapeDtypeStruct((num_tokens, cfg.num_heads, cfg.v_head_dim), jnp.dtype(cfg.result_dtype)),
+        jax.ShapeDtypeStruct((num_tokens, cfg.num_heads), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, cfg.v_head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
+    ]
+
+
+def with_scale_pools(cfg: GpuKernelConfig, gmem: tuple) -> tuple:
+    """A kernel's arrays as the first fields of Refs, with None for the pools of token scales that it was not given."""
+    return gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
 
 
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info

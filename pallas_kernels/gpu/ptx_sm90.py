@@ -121,6 +121,11 @@ def mul(value, constant: int):
     return arith.muli(value, i32(constant))
 
 
+def bit(value, place: int):
+    """i32: the bit at `place` of a number."""
+    return arith.andi(arith.shrui(value, i32(place)), i32(1))
+
+
 def less(a, b):
     return arith.cmpi(arith.CmpIPredicate.slt, a, b)
 
@@ -203,26 +208,26 @@ def shuffle_xor(value, distance: int):
     return asm_value(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=f,f", value)
 
 
-def _predicated(kind: str, count: int, cached: str) -> str:
-    """A load of `count` values under the predicate of the last operand; zeros without it."""
+def predicated_load(kind: str, count: int = 1, cached: str = "nc", offset: str = "") -> str:
+    """PTX: `count` values from an address, plus `offset` as in "+16", if the last operand is not 0; zeros otherwise."""
     names = [f"${i}" for i in range(count)]
     zeros = "".join(f" mov.b32 {name}, 0;" for name in names)
     target = "{" + ", ".join(names) + "}" if count > 1 else names[0]
     vector = f"v{count}." if count > 1 else ""
-    load = f"@p ld.global.{cached}.{vector}{kind} {target}, [${count}];"
+    load = f"@p ld.global.{cached}.{vector}{kind} {target}, [${count}{offset}];"
     return f"{{ .reg .pred p; setp.ne.u32 p, ${count + 1}, 0;{zeros} {load} }}"
 
 
 def load_word(place, mask):
     """i32 that no thread of the launch writes; 0 without the mask."""
-    return asm_value(_predicated("b32", 1, "nc"), "=&r,l,r", place, bool_to_i32(mask), pure=True)
+    return asm_value(predicated_load("b32"), "=&r,l,r", place, bool_to_i32(mask), pure=True)
 
 
 def load_words(place, mask=None):
     """4 words that no thread of the launch writes; 0 without the mask. mask None: all threads load."""
     if mask is None:
         return asm_values("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,l", 4, place, pure=True)
-    return asm_values(_predicated("b32", 4, "nc"), "=&r,=&r,=&r,=&r,l,r", 4, place, bool_to_i32(mask), pure=True)
+    return asm_values(predicated_load("b32", 4), "=&r,=&r,=&r,=&r,l,r", 4, place, bool_to_i32(mask), pure=True)
 
 
 def load_floats(place):
@@ -233,7 +238,7 @@ def load_floats(place):
 
 def load_now(place, mask):
     """4 f32 that other CTAs may have written; 0 without the mask."""
-    return asm_values(_predicated("f32", 4, "cg"), "=&f,=&f,=&f,=&f,l,r", 4, place, bool_to_i32(mask))
+    return asm_values(predicated_load("f32", 4, "cg"), "=&f,=&f,=&f,=&f,l,r", 4, place, bool_to_i32(mask))
 
 
 def store_words(place, words, mask):

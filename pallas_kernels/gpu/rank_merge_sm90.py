@@ -1,10 +1,9 @@
 """The states of several ranks (devices), each of other keys, merged by every rank in one launch.
 
 A state is out f32[T, H, V] and its log-sum-exp f32[T, H]. A thread has a piece, four numbers of a row. It stores them
-and the row's log-sum-exp in the memory of every other rank, each word beside the number of this merge, waits until as
-many words with that number have come from each, and merges in the order of the ranks: all ranks have equal bits.
+and the row's log-sum-exp in the memory of every other rank (peer_words_sm90.py), waits for the words of each, and
+merges in the order of the ranks: all ranks have equal bits.
 
-A word and its number arrive together, because they are one store of 8 bytes, so nothing else tells that it has come.
 Two sets of words take turns. A rank that stores to a set has had all words of the merge before, whose senders had then
 read that set's.
 """
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.peer_memory_sm90 import Table, told
 
@@ -92,16 +92,19 @@ def _merge(cfg: RankMerge, first, *refs):
         load = "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];"
         own = ptx.asm_values(load, "=f,=f,=f,=f,l", 4, _at(out, piece, 16), pure=True)
         own += [ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", _at(lse, row, 4), pure=True)]
-        number = ptx.add(ptx.asm_value("ld.global.b32 $0, [$1];", "=r,l", _at(merges, piece, 4)), ptx.i32(1))
-        ptx.asm(_IF + "st.global.b32 [$0], $2; }", "l,r,r", _at(merges, piece, 4), works, number)
+        number = peer_words.next_number(_at(merges, piece, 4), works)
         turn = ptx.mul(arith.andi(number, ptx.i32(1)), cfg.ranks)
+        others = [arith.muli(works, ptx.bool_to_i32(_differs(table.rank, rank))) for rank in range(cfg.ranks)]
+        planes = own[:2], own[2:4], own[4:]
         for rank in range(cfg.ranks):
-            sends = arith.muli(works, ptx.bool_to_i32(_differs(table.rank, rank)))
-            _send(cfg, table.address(rank, 0), ptx.add(turn, table.rank), piece, own, number, sends)
+            places = _places(cfg, table.address(rank, 0), ptx.add(turn, table.rank), piece)
+            for place, words in zip(places, planes, strict=True):
+                peer_words.send(place, words, number, others[rank], "f")
         states = []
         for rank in range(cfg.ranks):
-            waits = arith.muli(works, ptx.bool_to_i32(_differs(table.rank, rank)))
-            states.append(_receive(cfg, received, ptx.add(turn, ptx.i32(rank)), piece, own, number, waits))
+            places = tuple(_places(cfg, received, ptx.add(turn, ptx.i32(rank)), piece))
+            found = peer_words.receive(places, (number,) * 3, (others[rank],) * 3, planes, "f")
+            states.append([word for words in found for word in words])
         numbers, total_lse = _merged(states)
         _store(cfg.dtype, merged, piece, numbers, works)
         is_first = arith.muli(works, ptx.bool_to_i32(ptx.equal(inside, ptx.i32(0))))
@@ -126,33 +129,6 @@ def _places(cfg: RankMerge, base, slot, piece):
     for before, count in _PLANES:
         plane = arith.addi(base, ptx.i64(4 * before * _SETS * cfg.ranks * cfg.pieces))
         yield _at(plane, ptx.add(ptx.mul(slot, cfg.pieces), piece), 4 * count)
-
-
-def _send(cfg: RankMerge, base, slot, piece, values, number, sends):
-    """Stores the five values, each beside the number, in a rank's memory."""
-    low, high, last = _places(cfg, base, slot, piece)
-    text = _IF + "st.volatile.global.v4.b32 [$0], {$2, $4, $3, $4}; }"
-    for place, pair in ((low, values[:2]), (high, values[2:4])):
-        ptx.asm(text, "l,r,f,f,r", place, sends, *pair, number)
-    ptx.asm(_IF + "st.volatile.global.v2.b32 [$0], {$2, $3}; }", "l,r,f,r", last, sends, values[4], number)
-
-
-def _receive(cfg: RankMerge, base, slot, piece, own, number, waits):
-    """The five values of a rank, as soon as they are there; `own` for a thread that does not wait."""
-    low, high, last = _places(cfg, base, slot, piece)
-    pair = (
-        "{ .reg .pred p, q; .reg .b32 f, g; mov.f32 $0, $6; mov.f32 $1, $7; setp.eq.u32 p, $5, 0; @p bra DONE;"
-        " AGAIN: ld.volatile.global.v4.b32 {$0, f, $1, g}, [$2];"
-        " setp.ne.u32 p, f, $3; setp.ne.or.u32 q, g, $4, p; @q bra AGAIN; DONE: }"
-    )
-    found = []
-    for place, values in ((low, own[:2]), (high, own[2:4])):
-        found += ptx.asm_values(pair, "=&f,=&f,l,r,r,r,f,f", 2, place, number, number, waits, *values)
-    one = (
-        "{ .reg .pred p; .reg .b32 f; mov.f32 $0, $4; setp.eq.u32 p, $3, 0; @p bra DONE;"
-        " AGAIN: ld.volatile.global.v2.b32 {$0, f}, [$1]; setp.ne.u32 p, f, $2; @p bra AGAIN; DONE: }"
-    )
-    return [*found, ptx.asm_value(one, "=&f,l,r,r,f", last, number, waits, own[4])]
 
 
 def _merged(states):

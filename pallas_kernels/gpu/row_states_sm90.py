@@ -9,7 +9,7 @@ from jax import lax
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.gather_sm90 import gather
 
-LOG2E = math.log2(math.e)
+LOG2E, LN2 = math.log2(math.e), math.log(2)
 M_START = -1e38  # maximum before any key; finite, so that m - m is 0 and exp2(-inf - m) is 0
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
 

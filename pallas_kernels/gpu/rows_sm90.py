@@ -43,6 +43,11 @@ def tile_transforms(dim: int, dtype) -> tuple:
     return plgpu.TilingTransform((8, swizzle_columns(dim, dtype))), plgpu.SwizzleTransform(swizzle_bytes(dim, dtype))
 
 
+def smem_tiles(dtype, *shape):
+    """Shared memory for such tiles, the last two axes of `shape`."""
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype))
+
+
 def swizzle_bytes(dim: int, dtype) -> int:
     """The widest of 128, 64, 32 bytes that divides a row."""
     return math.gcd(dim * jnp.dtype(dtype).itemsize, 128)

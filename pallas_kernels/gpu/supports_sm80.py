@@ -1,9 +1,18 @@
 """What the warp-level attention kernel cannot serve: `supports` gives every reason. Each list names what it can."""
 
-from pallas_kernels.gpu.config_sm80 import CHIPS, WarpKernelConfig
+import dataclasses
+
+from pallas_kernels.gpu.config_sm80 import (
+    BLOCK_KV,
+    CHIPS,
+    MOST_COLUMNS_OF_TWO_HALVES,
+    NARROW_ROWS,
+    WarpKernelConfig,
+)
 from pallas_kernels.gpu.supports import shape_reasons
 
-BLOCKS = (64,)  # keys of a block
+OF_HOPPER = ("q_buffers", "keys_first", "fixed_max", "cap_fourths", "merges_inside", "pipelines")
+"""Fields of a config that this kernel does not read. Some of them change the work list, which it would not finish."""
 
 
 def supports(config: WarpKernelConfig) -> list[str]:
@@ -11,14 +20,18 @@ def supports(config: WarpKernelConfig) -> list[str]:
     c, reasons = config, shape_reasons(config)
     refuse = reasons.refuse
     refuse(c.chip not in CHIPS, f"chip {c.chip}: wanted one of {', '.join(CHIPS)}")
-    refuse(c.narrow_rows not in (8, 16), f"narrow_rows {c.narrow_rows}: wanted 8 or 16")
+    refuse(c.narrow_rows not in NARROW_ROWS, f"narrow_rows {c.narrow_rows}: wanted 8 or 16")
     refuse(c.long_tiles and not c.wide_tiles, "long_tiles: wanted wide_tiles")
-    halves = (1, 2) if c.v_head_dim <= 128 and c.wide_tiles else (1,)
+    halves = (1, 2) if c.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES and c.wide_tiles else (1,)
     refuse(c.tile_halves not in halves, f"tile_halves {c.tile_halves}: wanted one of {halves}")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
-    refuse(c.block_kv not in BLOCKS, f"block_kv {c.block_kv}: wanted 64")
+    refuse(c.block_kv != BLOCK_KV, f"block_kv {c.block_kv}: wanted {BLOCK_KV}")
     refuse(c.stages < c.least_stages, f"stages {c.stages}: wanted at least {c.least_stages}")
-    refuse(c.fixed_max or c.cap_fourths > 0, "fixed_max and cap_fourths: the Hopper kernel's, wanted neither")
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        wanted = f"{field.name} {value}: a choice of the Hopper kernel, wanted {field.default}"
+        refuse(field.name in OF_HOPPER and value != field.default, wanted)
+    refuse(c.num_ctas < 1, f"num_ctas {c.num_ctas}: wanted at least 1")
     refuse(c.compute_dtype is not None, f"compute_dtype {c.compute_dtype}: wanted sm_90 and pages of a multiple of 8")
     if not reasons and c.smem_bytes > CHIPS[c.chip].smem_cta:
         reasons.append(f"{c.smem_bytes} bytes of shared memory; there are {CHIPS[c.chip].smem_cta} on {c.chip}")

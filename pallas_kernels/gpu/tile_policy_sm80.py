@@ -5,32 +5,35 @@ import functools
 from typing import Any
 
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
-from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED, WarpKernelConfig
+from pallas_kernels.gpu.config_sm80 import (
+    CHIPS,
+    MOST_COLUMNS_OF_TWO_HALVES,
+    NARROW_ROWS,
+    SMEM_RESERVED,
+    WarpChip,
+    WarpKernelConfig,
+)
 from pallas_kernels.gpu.supports_sm80 import supports
 from pallas_kernels.tuning import read_rows, table_path
 
-MOST_STAGES = 4
+MOST_STAGES = 4  # even if shared memory has room for more
 HALVES_AND_CTAS = ((2, 2), (1, 2), (1, 1))
 """(halves of a wide tile, CTAs that a multiprocessor holds at a time), the preferred first. While one CTA waits at the
 start or the end of a piece, the other computes."""
-MOST_COLUMNS_OF_TWO_HALVES = 128
-"""The widest output for which a tile has two halves, which share each load of a key. On an H200 a prompt of 8192 tokens
-took 1567 us with two and 2232 with one; over an 8-bit cache 2256 and 3307, though a thread then spills 148 bytes."""
 
 
 def warp_config(*, chip: str, rows: int | None = None, processors: int | None = None, **fields) -> WarpKernelConfig:
     """The config with these fields; the others are chosen here. Not checked (see supports_sm80.py).
 
     rows: upper bound of every request's packed rows (new tokens * group), if it is known. processors: multiprocessors
-    of the GPU; None: those of the chip's largest product.
+    of the GPU; None: the number in config_sm80.CHIPS.
     """
     return _chosen(chip, rows, processors, tuple(fields.items()))
 
 
 @functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
 def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tuple[str, Any], ...]):
-    known = CHIPS.get(chip, CHIPS["sm_86"])  # supports_sm80.py refuses another chip
-    fields = dict(given)
+    known, fields = _chip_of(chip), dict(given)
     config = WarpKernelConfig(chip=chip, **_variants(rows, fields) | fields)
     if config.quantised and config.v_head_dim > known.lazy_columns:
         config = dataclasses.replace(config, lazy_rescale=fields.get("lazy_rescale", False))
@@ -40,10 +43,15 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
     return dataclasses.replace(config, **tiles | fields)
 
 
+def _chip_of(name: str) -> WarpChip:
+    """The chip of this name. Of one that is not listed, which supports_sm80.py refuses, one of the smallest."""
+    return CHIPS.get(name, CHIPS["sm_86"])
+
+
 def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[str, int]:
     """The rule where nothing was measured: the first of HALVES_AND_CTAS that fits, in as many stages as fit.
 
-    tile_halves, stages, and ctas: CTAs of a multiprocessor. halves: a given number of halves, or None.
+    Returns tile_halves, stages, and ctas, the CTAs of a multiprocessor. halves: what the caller asked for, or None.
     """
     two = config.long_tiles and config.v_head_dim <= most_columns_of_two_halves(config)
     most, tiles = halves or (2 if two else 1), {}
@@ -57,9 +65,12 @@ def largest_tiles(config: WarpKernelConfig, halves: int | None = None) -> dict[s
 
 
 def most_columns_of_two_halves(config: WarpKernelConfig) -> int:
-    """The widest output for which a tile has two halves. Two of 128 columns leave no registers for scales of tokens
-    beside positions or weights of two parts, two of 96 none for the addresses of a bias; pairs of numbers take more."""
-    pairs = CHIPS.get(config.chip, CHIPS["sm_86"]).pairs
+    """The widest output for which a tile of this config has two halves, by what the compilers spilled.
+
+    Two halves of 128 columns leave no registers for scales of tokens together with positions or weights of two parts;
+    two of 96 columns none for the addresses of a bias. Arithmetic on pairs takes more (docs/notebook/nvidia_h200.md).
+    """
+    pairs = _chip_of(config.chip).pairs
     by_position = config.logits.score_fn is not None or config.mask.mask_fn is not None
     crowded = config.qq_bias or (by_position and (config.token_scales or pairs))
     crowded = crowded or (config.token_scales and config.weight_parts > 1)
@@ -68,10 +79,10 @@ def most_columns_of_two_halves(config: WarpKernelConfig) -> int:
 
 
 def measured_tiles(config: WarpKernelConfig) -> dict[str, int]:
-    """The same as measured on this chip by `python -m jattn bench --tune`; {} for a shape that its table lacks.
+    """As largest_tiles, but measured by `python -m jattn bench --tune`; {} for a shape that the chip's table lacks.
 
-    A row that the kernel refuses, of an older version of it or of another chip, is not used. Tables of other names are
-    those of other kernels.
+    A row is not used if the kernel refuses it, or if it does not fit this config's options or another card of the chip.
+    Tables of other names are those of other kernels.
     """
     kind = "long" if config.long_tiles else "few"
     if config.chip not in CHIPS or config.token_scales or config.wide_tiles != config.long_tiles:  # not measured
@@ -96,16 +107,21 @@ def measured_table(chip: str) -> dict[tuple[int, int, str, str], dict[str, int]]
 
 
 def _variants(rows: int | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Which bodies the kernel has and which work list it walks, given the rows of a request."""
+    """Whether the kernel has wide tiles, up to how many rows a tile is narrow, and the kind of work list.
+
+    rows: as in warp_config. Where requests may have more than a narrow tile's rows, decodes have a group of heads each.
+    """
+    short, most = NARROW_ROWS
     few = rows is not None and rows <= WARPGROUP_ROWS
-    narrow = rows if rows is not None and rows <= 16 else given["num_heads"] // given["num_kv_heads"]
-    chosen = {"narrow_rows": 8 if narrow <= 8 else 16, "wide_tiles": rows is None or rows > 16}
+    all_narrow = rows is not None and rows <= most
+    narrow = rows if all_narrow else given["num_heads"] // given["num_kv_heads"]
+    chosen = {"narrow_rows": short if narrow <= short else most, "wide_tiles": not all_narrow}
     return chosen | {"long_tiles": not few, "flat_list": few}
 
 
 def stages_that_fit(config: WarpKernelConfig, ctas: int) -> int:
-    """Stages for which a multiprocessor with so many CTAs has the shared memory; 0: not even one."""
-    known = CHIPS.get(config.chip, CHIPS["sm_86"])
+    """The most stages, up to MOST_STAGES, for which a multiprocessor has the memory with so many CTAs; 0: not one."""
+    known = _chip_of(config.chip)
     limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
     fits = lambda count: dataclasses.replace(config, stages=count).smem_bytes <= limit
     return max(filter(fits, range(1, MOST_STAGES + 1)), default=0)

@@ -19,7 +19,6 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
 THREADS = 128
-_LOAD = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.{} $0, [$1]; }}"
 
 
 def _per_thread(size: int):
@@ -40,7 +39,7 @@ def load_ids(block_table, req, kv0, start, stop, *, block: int, page: int, colum
         row = arith.muli(ptx.to_i64(ptx.scalar_value(req)), ptx.i64(columns))
         place = arith.addi(row, ptx.to_i64(arith.divui(key, ptx.i32(page))))
         place = arith.addi(ptx.pointer(block_table, 0), arith.muli(place, ptx.i64(4)))
-        return _fragment([ptx.asm_value(_LOAD.format("b32"), "=&r,l,r", place, seen)], ptx.int_type())
+        return _fragment([ptx.asm_value(ptx.predicated_load("b32"), "=&r,l,r", place, seen)], ptx.int_type())
 
     return load(block_table, req, kv0, start, stop)
 
@@ -63,7 +62,7 @@ def load_scales(k, v, ids, head, kv0, start, stop, *, block: int, page: int, hea
         for i in range(2 * block // THREADS):
             of_keys = ptx.less(arith.addi(ptx.thread_index(), ptx.i32(i * THREADS)), ptx.i32(block))
             pool = arith.select(of_keys, ptx.pointer(k, 0), ptx.pointer(v, 0))
-            values.append(ptx.asm_value(_LOAD.format("f32"), "=&f,l,r", arith.addi(pool, place), seen))
+            values.append(ptx.asm_value(ptx.predicated_load("f32"), "=&f,l,r", arith.addi(pool, place), seen))
         return _fragment(values)
 
     return load(k, v, ids, head, kv0, start, stop)
@@ -81,7 +80,7 @@ def load_block(pool, ids, head, kv0, start, stop, *, block: int, page: int, head
         block_id = rows.register_value(ids.registers.flat[0])
         place = ptx.pool_row(block_id, offset, head, heads=heads, page=page, heads_first=heads_first)
         place = arith.addi(ptx.pointer(pool, 0), arith.muli(place, ptx.i64(4)))
-        return _fragment([ptx.asm_value(_LOAD.format("f32"), "=&f,l,r", place, seen)])
+        return _fragment([ptx.asm_value(ptx.predicated_load("f32"), "=&f,l,r", place, seen)])
 
     return load(pool, ids, head, kv0, start, stop)
 

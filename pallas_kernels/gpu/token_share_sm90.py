@@ -36,9 +36,10 @@ class TokenShare:
             yield quad, ptx.bool_to_i32(inside)
 
     def at(self, ref, quad, size: int, row=None):
-        return self._from(ptx.pointer(ref, 0), quad, size, self.row if row is None else row)
+        return self.place(ptx.pointer(ref, 0), quad, size, self.row if row is None else row)
 
-    def _from(self, base, quad, size: int, row):
+    def place(self, base, quad, size: int, row):
+        """The address of a four in an array [.., width] of `size` bytes a column."""
         place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(self.width)), arith.muli(ptx.to_i64(quad), ptx.i64(4)))
         return arith.addi(base, arith.muli(place, ptx.i64(size)))
 
@@ -69,7 +70,7 @@ class TokenShare:
         rounded = []
         for (quad, ok), four in zip(self.quads, fours, strict=True):
             words = packed(four)
-            ptx.asm(_STORE2, "l,r,r,r", self._from(base, quad, 2, row), ok, *words)
+            ptx.asm(_STORE2, "l,r,r,r", self.place(base, quad, 2, row), ok, *words)
             rounded.append(floats(words))
         return rounded
 

@@ -17,26 +17,27 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
+from pallas_kernels.gpu.fragments_sm80 import fragment_of_quads, quads_of, word_pairs_of
 
 _WGMMA = plgpu.Layout.WGMMA
 
 
 def _lane_row(lane, place: int):
     """Row of 16 whose address a lane gives to ldmatrix. place: the bit of the lane that chooses the second 8 rows."""
-    second = arith.andi(arith.shrui(lane, ptx.i32(place)), ptx.i32(1))
+    second = ptx.bit(lane, place)
     return arith.addi(arith.remui(lane, ptx.i32(8)), arith.muli(second, ptx.i32(8)))
 
 
 def _lane_byte(lane, place: int):
-    """Byte of the row's first 16 columns; place: the bit of the lane that chooses the second 8 columns."""
-    return arith.muli(arith.andi(arith.shrui(lane, ptx.i32(place)), ptx.i32(1)), ptx.i32(16))
+    """Where in the row a lane's 8 columns of 16 begin: byte 0 or 16. place: the bit of the lane that chooses."""
+    return arith.muli(ptx.bit(lane, place), ptx.i32(16))
 
 
 class _Tile:
     """ldmatrix of 16 x 16 parts of a swizzled SMEM tile [n, dim] of 16 bits, with few instructions for addresses.
 
-    A part's columns change bits of the address that the row's swizzle has mixed, so they are xored; its rows, in steps
-    of 8, and its swizzled pieces add a constant, which is part of the instruction.
+    Within a piece (see ptx.swizzled) a part's first column only changes bits that the row's swizzle has mixed: an xor.
+    Further pieces, and rows in steps of 8, add a constant, which is part of the instruction.
     """
 
     def __init__(self, base, row, byte, dim: int, dtype: str):
@@ -62,11 +63,8 @@ def queries_times_keys(q_ref, k_ref, *, halves: int, block: int, dim: int, dtype
 
     @plgpu.inline_mgpu(arg_types=(tile, tile), return_type=(shape,) * halves)
     def multiply(ctx, q_tile, k_tile):
-        q_base, k_base, (_, _, lane, warp) = (
-            ptx.pointer(q_tile, 3),
-            ptx.pointer(k_tile, 3),
-            ptx.lane_position(hidden=True),
-        )
+        q_base, k_base = ptx.pointer(q_tile, 3), ptx.pointer(k_tile, 3)
+        _, _, lane, warp = ptx.lane_position(hidden=True)
         own = arith.addi(arith.muli(warp, ptx.i32(16)), _lane_row(lane, 3))
         queries = _Tile(q_base, own, _lane_byte(lane, 4), dim, dtype)
         keys = _Tile(k_base, _lane_row(lane, 4), _lane_byte(lane, 3), dim, dtype)
@@ -80,26 +78,27 @@ def queries_times_keys(q_ref, k_ref, *, halves: int, block: int, dim: int, dtype
                     for half in range(halves):
                         old = sums[half][2 * pair + n]
                         sums[half][2 * pair + n] = ptx.mma(left[half], right[2 * n : 2 * n + 2], old, dtype)
-        return tuple(_fragment(tiles) for tiles in sums)
+        return tuple(fragment_of_quads(tiles) for tiles in sums)
 
     return multiply(q_ref, k_ref)
 
 
-def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: str, v_dim: int | None = None):
-    """O + P V of each half: O f32 [64, V], P [64, block] and V SMEM [block, V] of 16 bits.
+def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: str, ref_dim: int):
+    """O + P V of each half: O f32 [64, V], P [64, block] and V SMEM [block, V] of 16 bits; dim is V.
 
-    v_dim: columns of v_ref, whose memory holds V, if there are more.
+    ref_dim: columns of v_ref, at least V. The memory at its start holds [block, V], as if it had V.
     """
     halves = len(accs)
     shape = plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, dim), jnp.float32, _WGMMA)
-    kinds = (plgpu.RefType(rows.tile_transforms(v_dim or dim, dtype)), *(_WGMMA,) * (2 * halves))
+    kinds = (plgpu.RefType(rows.tile_transforms(ref_dim, dtype)), *(_WGMMA,) * (2 * halves))
 
     @plgpu.inline_mgpu(arg_types=kinds, return_type=(shape,) * halves)
     def add(ctx, v_tile, *fragments):
         base, (_, _, lane, _) = ptx.pointer(v_tile, 3), ptx.lane_position(hidden=True)
         values = _Tile(base, _lane_row(lane, 3), _lane_byte(lane, 4), dim, dtype)
         columns = [values.columns(pair) for pair in range(dim // 16)]
-        sums, p = [_floats(f) for f in fragments[:halves]], [_words(f) for f in fragments[halves:]]
+        sums = [quads_of(fragment) for fragment in fragments[:halves]]
+        p = [word_pairs_of(fragment) for fragment in fragments[halves:]]
         for group in range(block // 16):
             left = [(*words[2 * group], *words[2 * group + 1]) for words in p]
             for pair in range(dim // 16):
@@ -108,17 +107,16 @@ def add_weighted_values(accs, weights, v_ref, *, block: int, dim: int, dtype: st
                     for half in range(halves):
                         old = sums[half][2 * pair + n]
                         sums[half][2 * pair + n] = ptx.mma(left[half], right[2 * n : 2 * n + 2], old, dtype)
-        return tuple(_fragment(tiles) for tiles in sums)
+        return tuple(fragment_of_quads(tiles) for tiles in sums)
 
-    out = add(v_ref, *accs, *weights)
-    return out if halves > 1 else tuple(out)
+    return add(v_ref, *accs, *weights)
 
 
 def exponentials(x, factor, top):
     """2 ** (x * factor - top): f32 [64, n], an f32 scalar and f32 (64,), number by number.
 
-    Where a chip has arithmetic on pairs, as sm_100 has, LLVM puts both numbers of a register pair through it, and the
-    pairs that it must build cost more registers than there are.
+    Where a chip has arithmetic on pairs (WarpChip.pairs), LLVM would use it for the two numbers of a register pair, and
+    the operands that it must pair for that take more registers than there are.
     """
 
     @plgpu.inline_mgpu(
@@ -140,7 +138,10 @@ def exponentials(x, factor, top):
 
 
 def rescaled(acc, alpha):
-    """acc * alpha, f32 [64, V] and f32 (64,) of at most 1; lanes of whose rows every alpha is 1 skip the products."""
+    """acc * alpha, f32 [64, V] and f32 (64,) of at most 1. A lane whose two rows have alpha 1 skips the products.
+
+    As rows_sm90.scale_rows, without its vote.sync, which may be a call (lanes_sm80.py).
+    """
     shape = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, _WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA, _WGMMA.reduce(1)), return_type=shape)
@@ -167,8 +168,8 @@ def split_columns(x, width: int):
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA,), return_type=(shape,) * (x.shape[1] // width))
     def split(ctx, x):
-        tiles, step = _floats(x), width // 8
-        return tuple(_fragment(tiles[i : i + step]) for i in range(0, len(tiles), step))
+        tiles, step = quads_of(x), width // 8
+        return tuple(fragment_of_quads(tiles[i : i + step]) for i in range(0, len(tiles), step))
 
     return split(x)
 
@@ -179,7 +180,7 @@ def join_columns(parts):
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA,) * len(parts), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA))
     def join(ctx, *parts):
-        return _fragment([tile for part in parts for tile in _floats(part)])
+        return fragment_of_quads([tile for part in parts for tile in quads_of(part)])
 
     return join(*parts)
 
@@ -187,7 +188,7 @@ def join_columns(parts):
 def unpaired(acc):
     """The registers of f32 [64, V], two numbers each, as registers of one: what a loop passes from step to step.
 
-    Where a chip has arithmetic on pairs, LLVM would pass pairs of registers, and copy every one of them in each step.
+    Where a chip has arithmetic on pairs (WarpChip.pairs), LLVM would pass pairs, and copy all of them in each step.
     """
     size = acc.shape[0] * acc.shape[1]
     shape = plgpu.ShapeDtypeStruct((size,), jnp.float32, plgpu.Layout.WG_STRIDED((size,), vec_size=1))
@@ -218,9 +219,9 @@ def paired(numbers, dim: int):
 
 
 def bfloat16_parts(p):
-    """Two bfloat16 fragments whose sum is the f32 fragment `p` to 2^-17 of each number: its upper half, and the rest.
+    """Two bfloat16 fragments whose sum is the f32 fragment `p` to 2^-16 of each number: its upper half, and the rest.
 
-    By conversions a number would wait in a register of its own for the one that shares its word.
+    They are cut and packed in pairs: a number converted alone would keep a register until its neighbour is converted.
     """
     shape = plgpu.ShapeDtypeStruct(p.shape, jnp.bfloat16, _WGMMA)
 
@@ -235,32 +236,3 @@ def bfloat16_parts(p):
         return tuple(rows.fragment_of_words(p.shape, element, own) for own in words)
 
     return split(p)
-
-
-def _fragment(tiles):
-    """A f32 fragment from 4 floats for each 8 columns: row g, columns 2t, 2t+1, then row g + 8."""
-    fragment = rows.empty_fragment((WARPGROUP_ROWS, 8 * len(tiles)), _WGMMA)
-    places = list(rows.pair_places(fragment))
-
-    def read(i):
-        second, column = places[i]
-        return tiles[column // 8][2 * second :][:2]
-
-    rows.fill(fragment, read)
-    return fragment
-
-
-def _words(fragment):
-    """Of a 16-bit fragment, two words for each 8 columns: row g, then row g + 8."""
-    tiles = [[None] * 2 for _ in range(fragment.shape[1] // 8)]
-    for (second, column), pair in zip(rows.pair_places(fragment), list(fragment.registers.flat), strict=True):
-        tiles[column // 8][second] = utils.bitcast(pair, ptx.int_type())
-    return tiles
-
-
-def _floats(fragment):
-    """The inverse of _fragment."""
-    tiles = [[None] * 4 for _ in range(fragment.shape[1] // 8)]
-    for (second, column), pair in zip(rows.pair_places(fragment), list(fragment.registers.flat), strict=True):
-        tiles[column // 8][2 * second : 2 * second + 2] = [rows.pair_element(pair, k) for k in range(2)]
-    return tiles

@@ -11,8 +11,8 @@ import pytest
 import jattn
 from jattn import device, parallel
 from jattn.backends import ContextParallel, Feature, pallas_gpu
-from jattn.backends.gpu_ranks import VMAPS_SINCE
 from jattn.device import Chip
+from jattn.ops.rank_launches import VMAPS_SINCE
 from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
 from tests.backends.two_ranks import check_keys_on_two_ranks
 

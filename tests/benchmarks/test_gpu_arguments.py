@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.gpu import registers, warp
+from benchmarks.gpu import jobs, registers, warp
 from jattn import device
 from jattn.device import Chip
 
@@ -38,3 +38,16 @@ def test_the_compilation_for_a_chip_refuses_what_it_cannot_do(argv, missing, err
     with pytest.raises(SystemExit):
         registers.main(argv)
     assert error in capsys.readouterr().err
+
+
+def test_a_case_for_which_the_card_is_too_small_is_not_a_wrong_number(tmp_path, capsys):
+    def too_large():
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes")
+
+    def broken():
+        raise RuntimeError("INTERNAL: illegal address")
+
+    args = jobs.parser_of("warp", "Some measurements.", seconds=60).parse_args(["--out", str(tmp_path)])
+    assert jobs.run([(dict(case="large"), too_large), (dict(case="broken"), broken)], args, {}, "warp") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("no memory large") and lines[1].startswith("WRONG broken")

@@ -40,3 +40,23 @@ def test_bench_kernels_passes_every_option_on(monkeypatch):
     for rest in (["--backend", "sdpa", "--write"], ["--help"], []):
         cli.main(["bench", "kernels", *rest])
         assert passed.pop() == rest
+
+
+@pytest.mark.parametrize(
+    ("argv", "usage", "said"),
+    [
+        (["generate", "--modl", "x"], "usage: jattn generate", "unrecognized arguments: --modl; did you mean --model?"),
+        (["bench", "serving", "--mdel", "x"], "usage: jattn bench serving", "--mdel x; did you mean --model?"),
+        (["doctor", "--xyzzy"], "usage: jattn doctor", "unrecognized arguments: --xyzzy\n"),
+    ],
+)
+def test_an_unknown_option_shows_the_usage_of_its_command(argv, usage, said, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(argv)
+    seen = capsys.readouterr().err
+    assert end.value.code == 2 and usage in seen and said in seen
+
+
+def test_a_file_that_is_not_there_is_named_without_a_number(tmp_path, capsys):
+    assert cli.main(["generate", "--file", str(tmp_path / "none.txt")]) == 2
+    assert capsys.readouterr().err == f"jattn: {tmp_path / 'none.txt'}: No such file or directory\n"

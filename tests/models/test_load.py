@@ -202,3 +202,10 @@ def test_importing_the_library_reads_no_checkpoint_library():
     program = "import jattn, sys; print(sorted({'safetensors', 'transformers', 'torch', 'flax'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, cwd=tree.ROOT)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("directory", [None, 3, b"folder"])
+def test_a_folder_that_is_no_path_is_named(directory):
+    for read in (models.load, models.load_config):
+        with pytest.raises(TypeError, match="directory must be str or PathLike, got .*pass the path of a folder"):
+            read(directory)

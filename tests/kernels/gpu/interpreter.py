@@ -499,7 +499,8 @@ def _store_results(closure, memory, total, wg, strip, tile, split, *gmem):
     here.clear()
     matrix = max(i for i, first in enumerate(cfg.first_strips) if first <= strip)
     column, row = (int(strip) - cfg.first_strips[matrix]) * cfg.strip, int(tile) * cfg.tile_rows
-    scales, out = gmem[matrix], gmem[len(cfg.widths) + matrix]
+    scales, before = gmem[matrix], sum(cfg.widths[:matrix])
+    out = gmem[-1][:, before : before + cfg.widths[matrix]]
     part = out[row : row + cfg.tile_rows, column : column + cfg.strip]
     sums = sums[: part.shape[0], : part.shape[1]]
     factors = scales[0, column : column + cfg.strip].astype(np.float32) if cfg.is_whole else 1
@@ -513,8 +514,8 @@ PTX = PTX_OF_PARTS | {
     "pool_rows": _pool_rows,
     "put_rows": _put_rows,
     "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),
-    "lane_sums": lambda closure, x: (x.sum(axis=1),),
-    "sums_of_lanes": lambda closure, x: (x,),
+    "partial_row_sums": lambda closure, x: (x.sum(axis=1),),
+    "complete_row_sums": lambda closure, x: (x,),
     "sync_lanes": lambda closure: None,
     "sync_warps": lambda closure: None,
     "load_queries": _load_queries,

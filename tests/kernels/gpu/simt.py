@@ -334,7 +334,7 @@ def emulated(module, machine: Machine):
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
         mock.patch.object(rows, "fill", fill),
         mock.patch.object(rows, "fragment_of_words", fragment_of_words),
-        mock.patch.object(module.plgpu, "inline_mgpu", inline),
+        *([mock.patch.object(module.plgpu, "inline_mgpu", inline)] if hasattr(module, "plgpu") else []),
         mock.patch.object(ptx.utils, "bitcast", lambda x, _: x),
         mock.patch.object(ptx.utils, "dtype_to_ir_type", lambda x: x),
         mock.patch.object(ptx, "int_type", lambda *_: None),

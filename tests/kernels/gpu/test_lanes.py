@@ -4,19 +4,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import lanes_sm80 as lanes
-from tests.kernels.gpu.simt import Fragment, Machine, emulated
-from tests.kernels.gpu.test_wide_mma import matrix
+from tests.kernels.gpu.simt import Machine, emulated
+from tests.kernels.gpu.test_wide_mma import fragment_of, matrix
 
 TO_16_BITS = 2.0**-16  # of a number: what a maximum may differ by
-
-
-def fragment_of(numbers):
-    """The fragment of [64, n] numbers."""
-    out, lane = Fragment(numbers.shape, lanes._WGMMA), np.arange(128)
-    for flat, (second, column) in enumerate(lanes.rows.pair_places(out)):
-        row = lane // 32 * 16 + lane % 32 // 4 + 8 * second
-        out.registers.reshape(-1)[flat] = tuple(numbers[row, column + lane % 4 * 2 + k] for k in range(2))
-    return out
 
 
 def rows_of(fragment):
@@ -42,11 +33,11 @@ def test_a_rows_maximum_is_the_same_in_its_lanes(masked):
     assert (abs(found[0] - want) <= TO_16_BITS * abs(want)).all()
 
 
-def test_sums_of_lanes_are_those_of_rows():
+def test_sums_of_rows_are_complete_once_lanes_are_added():
     numbers = abs(drawn(1))
     with emulated(lanes, Machine(128, 0)):
-        parts = lanes.lane_sums(fragment_of(numbers))
-        found = rows_of(lanes.sums_of_lanes(parts))
+        parts = lanes.partial_row_sums(fragment_of(numbers))
+        found = rows_of(lanes.complete_row_sums(parts))
     assert (found == found[0]).all()
     assert not (rows_of(parts) == rows_of(parts)[0]).all()
     np.testing.assert_allclose(found[0], numbers.astype(np.float64).sum(axis=1), rtol=2e-7)

@@ -70,7 +70,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     for weight in weights:
         arrays = (weight.values, weight.scales, weight.zero_points)
         addresses += [memory.add(np.asarray(y)) for y in arrays if y is not None]
-    outs = [memory.add(np.full((len(x), width), np.nan, np.float32)) for width in cfg.widths]
+    out = memory.add(np.full((len(x), cfg.joined_width), np.nan, np.float32))
     machine = memory.machine(128 * cfg.warpgroups * cfg.splits)
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
     whole = machine.lane // 128
@@ -99,12 +99,12 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
                 split, wg = whole // cfg.warpgroups, whole % cfg.warpgroups
                 place = base + split * shared
                 with mock.patch.object(kernel.lax, "axis_index", lambda name: name):
-                    refs = [every(a).astype(np.int64) for a in (*addresses, *outs)]
+                    refs = [every(a).astype(np.int64) for a in (*addresses, out)]
                     given = dict(strip=every(strip), tile=every(tile), split=split, wg=wg)
                     with mock.patch.object(kernel.lax, "axis_index", given.get):
                         kernel._multiply(cfg, refs, place)
-    read = lambda at, width: machine.memory[at : at + 4 * len(x) * width].view(np.float32).reshape(-1, width)
-    return [read(at, width) for at, width in zip(outs, cfg.widths, strict=True)]
+    y = machine.memory[out : out + 4 * len(x) * cfg.joined_width].view(np.float32).reshape(len(x), -1)
+    return np.split(y, np.cumsum(cfg.widths)[:-1], axis=1)
 
 
 def stacked(weights):

@@ -147,7 +147,7 @@ def test_every_thread_adds_up_and_stores(splits, name, rows_of_x):
     memory, shared = Memory(), -(-config.sum_bytes // 16) * 16
     base = memory.add(np.full(shared * splits, 0xFF, np.uint8))
     places = [memory.add(x) for x in scales]
-    outs = [memory.add(np.full((rows_of_x, width), np.nan, np.float32)) for width in config.widths]
+    out = memory.add(np.full((rows_of_x, config.joined_width), np.nan, np.float32))
     machine = memory.machine(threads * splits)
     lane = machine.lane
     split, wg = lane // threads, lane % threads // 128
@@ -168,13 +168,14 @@ def test_every_thread_adds_up_and_stores(splits, name, rows_of_x):
                     of_pair = [own[lane, second, place + 2 * (lane % 4) + k] for k in range(2)]
                     total.registers.reshape(-1)[i] = tuple(of_pair)
                 given = dict(strip=every(strip), tile=every(tile), split=split.astype(np.int32))
-                refs = [every(a).astype(np.int64) for a in (*places, *outs)]
+                refs = [every(a).astype(np.int64) for a in (*places, out)]
                 arrays = [(None, place, *([None] * config.has_zeros)) for place in refs[:2]]
                 with mock.patch.object(kernel.lax, "axis_index", given.get):
                     start = (base + split * shared).astype(np.int32)
-                    kernel.store_results(config, arrays, refs[2:], start, None, total, wg.astype(np.int32))
-    for i, (at, width) in enumerate(zip(outs, config.widths, strict=True)):
-        y = machine.memory[at : at + 4 * rows_of_x * width].view(np.float32).reshape(-1, width)
+                    kernel.store_results(config, arrays, refs[2], start, None, total, wg.astype(np.int32))
+    joined = machine.memory[out : out + 4 * rows_of_x * config.joined_width].view(np.float32).reshape(rows_of_x, -1)
+    apart = np.split(joined, np.cumsum(config.widths)[:-1], axis=1)
+    for i, (y, width) in enumerate(zip(apart, config.widths, strict=True)):
         first, count = config.first_strips[i], -(-width // config.strip)
         wanted = sums[first : first + count].sum(axis=2).transpose(1, 3, 0, 2)
         wanted = wanted.reshape(config.tiles * config.tile_rows, -1)[:rows_of_x, :width]

@@ -1,11 +1,14 @@
 """The warp-level attention kernel: its reasons, its lowering, and its numbers in JAX's interpreter."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
+from benchmarks.gpu import operations
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED
@@ -221,7 +224,11 @@ REFUSED = {
     "blocks of 128": (dict(block_kv=128), "block_kv 128: wanted 64"),
     "two halves of 256 columns": (dict(head_dim=256, v_head_dim=256, tile_halves=2), "tile_halves 2: wanted"),
     "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
-    "fixed max": (dict(fixed_max=True), "the Hopper kernel's"),
+    "fixed max": (dict(fixed_max=True), "fixed_max True: a choice of the Hopper kernel, wanted False"),
+    "two pipelines": (dict(pipelines=2), "pipelines 2: a choice of the Hopper kernel, wanted 1"),
+    "a merge inside": (dict(rows=4, merges_inside=True), "merges_inside True: a choice of the Hopper kernel"),
+    "one query buffer": (dict(q_buffers=1), "q_buffers 1: a choice of the Hopper kernel, wanted 2"),
+    "no CTA": (dict(num_ctas=0), "num_ctas 0: wanted at least 1"),
 }
 
 
@@ -294,3 +301,11 @@ LOWERED = {
 def test_lowers_for_cuda(name):
     """For the chip that JAX assumes where there is none, sm_90; `benchmarks.gpu.registers` compiles for the others."""
     assert len(lower(warp_config(**SHAPE | LOWERED[name])).mlir_module_serialized) > 10_000
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_no_barrier_has_the_number_of_a_warps_own(name):
+    """Barrier 1 + w is warp w's, of 32 threads; Mosaic's of a warpgroup, of 128 threads, is number 1, too."""
+    text = operations.text_of(operations.module_of(warp_config(**SHAPE | LOWERED[name])))
+    counts = set(re.findall(r"bar\.sync \$0, (\d+)", text))
+    assert counts == {"32"} and "bar.sync 0;" in text

@@ -99,11 +99,11 @@ def test_products_softmax_and_join_are_attention(
             kind = dict(rows8=rows8, dim=dim, source=source, target=name, stored=stored)
             x = warps.keys_times_queries(at["k"], queries, mine, **kind)
             key = b * BLOCK + mine + machine.lane % 128 // 32 * 16 + machine.lane % 32 // 4
-            values = warps._scores_of(x, rows8)
-            values = [
-                np.where(key + 8 * (i % 4 // 2) < seen, y, -np.inf).astype(np.float32) for i, y in enumerate(values)
+            quads = [
+                [np.where(key + 8 * (i // 2) < seen, y, -np.inf).astype(np.float32) for i, y in enumerate(quad)]
+                for quad in warps.quads_of(x)
             ]
-            x = warps._scores(rows8, values)
+            x = warps.fragment_of_quads(quads)
             factor = np.full(threads, scale * LOG2E, np.float32)
             kind = dict(
                 rows8=rows8, dim=v_dim, source=source, target="bfloat16" if scaled else "float16" if decoded else name

@@ -74,9 +74,9 @@ def test_products_of_tiles(halves, dim, v_dim, dtype):
     q_at, k_at, v_at = (np.full(128, x, np.int32) for x in at)
     with emulated(wide_mma, machine):
         dots = wide_mma.queries_times_keys(q_at, k_at, halves=halves, block=BLOCK, dim=dim, dtype=dtype)
-        start = [wide_mma._fragment([[np.float32(i)] * 4 for i in range(v_dim // 8)]) for _ in range(halves)]
+        start = [wide_mma.fragment_of_quads([[np.float32(i)] * 4 for i in range(v_dim // 8)]) for _ in range(halves)]
         weights = [packed(x, TYPES[dtype]) for x in dots]
-        accs = wide_mma.add_weighted_values(start, weights, v_at, block=BLOCK, dim=v_dim, dtype=dtype)
+        accs = wide_mma.add_weighted_values(start, weights, v_at, block=BLOCK, dim=v_dim, dtype=dtype, ref_dim=v_dim)
     for half in range(halves):
         want = q[half].astype(np.float64) @ k.astype(np.float64).T
         np.testing.assert_allclose(matrix(dots[half]), want, atol=1e-4)
@@ -96,10 +96,18 @@ def test_weights_of_two_parts_are_their_sum():
     assert (parts[0] <= numbers).all()
 
 
-def test_exponentials_and_the_registers_of_a_loop():
+def test_exponentials():
     rng = np.random.default_rng(1)
     x, top = rng.normal(size=(64, 32)).astype(np.float32), rng.normal(size=64).astype(np.float32)
     x[3] = -np.inf
     with emulated(wide_mma, Machine(128, 0)):
         p = wide_mma.exponentials(fragment_of(x), np.full(128, 0.5, np.float32), rows_fragment(top))
     np.testing.assert_allclose(matrix(p), np.exp2(x * np.float32(0.5) - top[:, None]), rtol=1e-5)
+
+
+def test_single_registers_hold_the_numbers_of_pairs():
+    numbers = np.random.default_rng(2).normal(size=(64, 48)).astype(np.float32)
+    with emulated(wide_mma, Machine(128, 0)):
+        single = wide_mma.unpaired(fragment_of(numbers))
+        assert all(len(register) == 1 for register in single.registers.flat)
+        assert (matrix(wide_mma.paired(single, 48)) == numbers).all()

@@ -1,0 +1,52 @@
+"""Words for another rank, inside inline_mgpu: each is stored in its memory beside the number of the exchange.
+
+A word and its number arrive together, because they are one store of 8 bytes, so nothing else tells that it has come: no
+fence, no counter and no barrier. Memory that words are sent to begins with zeros, and numbers with 1.
+"""
+
+from collections.abc import Sequence
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+
+
+def next_number(place, counts):
+    """The number of this exchange: one more than the counter at an address, which becomes it if `counts` is not 0."""
+    number = ptx.add(ptx.asm_value("ld.global.b32 $0, [$1];", "=r,l", place), ptx.i32(1))
+    ptx.asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }", "l,r,r", place, counts, number)
+    return number
+
+
+def send(place, words: Sequence, number, sends, kind: str = "r") -> None:
+    """Stores one or two words at an address of a rank, if `sends` is not 0. kind: r of i32, f of f32."""
+    count = len(words)
+    stored = ", ".join(f"${2 + i}, ${2 + count}" for i in range(count))
+    text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.volatile.global.v{2 * count}.b32 [$0], {{{stored}}}; }}"
+    ptx.asm(text, ",".join(("l", "r", *(kind,) * count, "r")), place, sends, *words, number)
+
+
+def receive(
+    places: Sequence, numbers: Sequence, waits: Sequence, instead: Sequence[Sequence], kind: str = "r"
+) -> list[list]:
+    """The words at each of the places, one or two, once all of them have come with the number of their place.
+
+    instead: the words of a place for a thread whose `waits` there is 0. All places are asked for at the same time.
+    """
+    owners = [i for i, words in enumerate(instead) for _ in words]  # of each word, its place
+    total, given = len(owners), len(places)
+    operands = {"place": total, "number": total + given, "waits": total + 2 * given, "instead": total + 3 * given}
+    at = lambda name, i: f"${operands[name] + i}"
+    text = "{ .reg .pred other, " + ", ".join(f"w{i}" for i in range(given)) + f"; .reg .b32 seen<{total}>; "
+    for k, i in enumerate(owners):
+        text += f"mov.b32 ${k}, {at('instead', k)}; mov.b32 seen{k}, {at('number', i)}; "
+    text += "".join(f"setp.ne.u32 w{i}, {at('waits', i)}, 0; " for i in range(given)) + "AGAIN: "
+    for i in range(given):
+        loaded = ", ".join(f"${k}, seen{k}" for k, owner in enumerate(owners) if owner == i)
+        text += f"@w{i} ld.volatile.global.v{2 * owners.count(i)}.b32 {{{loaded}}}, [{at('place', i)}]; "
+    text += f"setp.ne.u32 other, seen0, {at('number', owners[0])}; "
+    for k, i in list(enumerate(owners))[1:]:
+        text += f"setp.ne.or.u32 other, seen{k}, {at('number', i)}, other; "
+    text += "@other bra AGAIN; }"
+    constraints = (*(f"=&{kind}",) * total, *("l",) * given, *("r",) * 2 * given, *(kind,) * total)
+    words = (word for words in instead for word in words)
+    found = iter(ptx.asm_values(text, ",".join(constraints), total, *places, *numbers, *waits, *words))
+    return [[next(found) for _ in words] for words in instead]

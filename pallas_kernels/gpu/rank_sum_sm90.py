@@ -1,0 +1,178 @@
+"""An array of every rank (device), added up by every rank in one launch.
+
+A thread has pieces, four numbers each. It stores them in the memory of every other rank (peer_words_sm90.py), waits for
+the pieces of each, and adds them up in the order of the ranks: all ranks have equal bits.
+
+Two sets of words take turns. A rank that stores to a set has had all words of the sum before, whose senders had then
+read that set's.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import peer_words_sm90 as peer_words
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.peer_memory_sm90 import Table, told
+
+THREADS = 128
+PIECE = 4  # numbers of an array
+MAX_PIECES = 2**18
+_MAX_THREADS = 2**16  # that wait for one another: 512 CTAs, 4 for each SM of a Hopper GPU
+_SETS = 2
+_SENT = 8  # i32 of a piece that is sent: at most four words, each with its number
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RankSum:
+    """The static sizes of the launches that share memory."""
+
+    ranks: int
+    pieces: int  # of the largest array
+
+    def serves(self, shape: tuple[int, ...], dtype) -> bool:
+        """Can a launch add up such arrays?"""
+        pieces, rest = divmod(math.prod(shape), PIECE)
+        return not rest and 0 < pieces <= min(self.pieces, MAX_PIECES) and jnp.dtype(dtype).name in DTYPES
+
+
+def exchange(cfg: RankSum) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What `sum_ranks` needs: (received i32, sums so far i32[pieces], table). Call it in shard_map on all ranks.
+
+    Launches write to the first two, which XLA does not know: use them for nothing else, and copy none of them. Launches
+    that share them must run one after the other on a device; see `exchange` of rank_merge_sm90.py.
+    """
+    received = jax.new_ref(jnp.zeros((_SETS * cfg.ranks * cfg.pieces * _SENT,), jnp.int32))
+    so_far = jax.new_ref(jnp.zeros((cfg.pieces,), jnp.int32))
+    (table,) = told(cfg.ranks, (received, so_far))
+    return jax.freeze(received), jax.freeze(so_far), table
+
+
+def sum_ranks(cfg: RankSum, x: jax.Array, peers) -> jax.Array:
+    """The sum of the ranks' x, rounded to its dtype. x: cfg.serves it."""
+    pieces = x.size // PIECE
+    each = pl.cdiv(pieces, _MAX_THREADS)
+    ctas = pl.cdiv(pl.cdiv(pieces, each), THREADS)
+    mesh = plgpu.Mesh(grid=(ctas,), grid_names=("cta",), num_threads=1, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+
+    def sum_ranks(x, received, so_far, table, total):  # the kernel's name in a profile
+        first, size = lax.axis_index("cta") * THREADS, (pieces, each, ctas * THREADS)
+        _sum(cfg, x.dtype.name, size, first, x, received, so_far, table, total)
+
+    out_type = jax.ShapeDtypeStruct((x.size,), x.dtype)
+    call = pl.kernel(sum_ranks, out_type=out_type, mesh=mesh, compiler_params=params, name="sum_ranks")
+    return call(x.reshape(-1), *peers).reshape(x.shape)
+
+
+def _sum(cfg: RankSum, dtype: str, size: tuple[int, int, int], first, *refs):
+    """One thread's pieces. size: (pieces, of a thread at most, threads)."""
+    pieces, each, threads = size
+
+    @plgpu.inline_mgpu(arg_types=(ptx.SCALAR, *(plgpu.RefType(),) * len(refs)))
+    def sum_up(ctx, first, x, received, so_far, table, total):
+        x, received, so_far, total = (ptx.pointer(ref, 0) for ref in (x, received, so_far, total))
+        table = Table(table, (received, so_far), cfg.ranks)
+        others = [_differs(table.rank, rank) for rank in range(cfg.ranks)]
+        thread = ptx.add(ptx.scalar_value(first), ptx.thread_index())
+        own = []
+        for i in range(each):
+            number = ptx.add(thread, ptx.i32(i * threads))
+            is_piece = ptx.less(number, ptx.i32(pieces))
+            own.append(_Piece(cfg, dtype, arith.select(is_piece, number, ptx.i32(0)), ptx.bool_to_i32(is_piece)))
+        words = [piece.load(x) for piece in own]
+        turns = [peer_words.next_number(_at(so_far, piece.number, 4), piece.works) for piece in own]
+        for rank in range(cfg.ranks):
+            for piece, pairs, turn in zip(own, words, turns, strict=True):
+                places = piece.places(table.address(rank, 0), turn, table.rank)
+                for place, pair in zip(places, pairs, strict=True):
+                    peer_words.send(place, pair, turn, arith.muli(piece.works, others[rank]), piece.kind)
+        sums: list = []
+        for rank in range(cfg.ranks):
+            places, numbers, waits = [], [], []
+            for piece, turn in zip(own, turns, strict=True):
+                places += piece.places(received, turn, ptx.i32(rank))
+                numbers += [turn] * piece.pairs
+                waits += [arith.muli(piece.works, others[rank])] * piece.pairs
+            instead = [pair for pairs in words for pair in pairs]
+            found = iter(peer_words.receive(places, numbers, waits, instead, own[0].kind))
+            values = [piece.floats([next(found) for _ in range(piece.pairs)]) for piece in own]
+            sums = [_added(*both) for both in zip(sums, values, strict=True)] if sums else values
+        for piece, values in zip(own, sums, strict=True):
+            piece.store(total, values)
+
+    sum_up(jnp.int32(first), *refs)
+
+
+_IF = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p "
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Four numbers of an array: two words of 16 bits each, or four."""
+
+    cfg: RankSum
+    dtype: str
+    number: object  # i32, of the piece; 0 where there is none
+    works: object  # i32, 0 where there is none
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of words."""
+        return 2 if self.dtype == "float32" else 1
+
+    @property
+    def kind(self) -> str:
+        """Of the words, for peer_words."""
+        return "f" if self.dtype == "float32" else "r"
+
+    def load(self, base) -> list[list]:
+        """The words, by pairs."""
+        count, kind = 2 * self.pairs, self.kind
+        type_of = {"f": "f32", "r": "b32"}[kind]
+        text = f"ld.global.nc.v{count}.{type_of} {{{', '.join(f'${k}' for k in range(count))}}}, [${count}];"
+        place = _at(base, self.number, 4 * count)
+        words = ptx.asm_values(text, ",".join((*(f"={kind}",) * count, "l")), count, place, pure=True)
+        return [words[k : k + 2] for k in range(0, count, 2)]
+
+    def places(self, base, turn, rank) -> list:
+        """Where the pairs that a rank sends lie: [pair, set and rank, piece]."""
+        cfg, slot = self.cfg, ptx.add(ptx.mul(arith.andi(turn, ptx.i32(1)), self.cfg.ranks), rank)
+        piece = ptx.add(ptx.mul(slot, cfg.pieces), self.number)
+        return [
+            _at(base, ptx.add(piece, ptx.i32(pair * _SETS * cfg.ranks * cfg.pieces)), 16) for pair in range(self.pairs)
+        ]
+
+    def floats(self, pairs: list[list]) -> list:
+        words = [word for pair in pairs for word in pair]
+        if self.dtype == "float32":
+            return words
+        of_half = ptx.float_of_bf16 if self.dtype == "bfloat16" else ptx.float_of_f16
+        return [of_half(word, half) for word in words for half in range(2)]
+
+    def store(self, base, values: list) -> None:
+        if self.dtype == "float32":
+            text = _IF + "st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
+            ptx.asm(text, "l,r,f,f,f,f", _at(base, self.number, 16), self.works, *values)
+            return
+        words = [ptx.pack_16bit(*values[i : i + 2], self.dtype) for i in (0, 2)]
+        ptx.asm(_IF + "st.global.v2.b32 [$0], {$2, $3}; }", "l,r,r,r", _at(base, self.number, 8), self.works, *words)
+
+
+def _at(base, number, size: int):
+    return arith.addi(base, arith.muli(ptx.to_i64(number), ptx.i64(size)))
+
+
+def _differs(a, b: int):
+    return ptx.bool_to_i32(arith.cmpi(arith.CmpIPredicate.ne, a, ptx.i32(b)))
+
+
+def _added(a: list, b: list) -> list:
+    return [arith.addf(x, y) for x, y in zip(a, b, strict=True)]
