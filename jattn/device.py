@@ -138,12 +138,15 @@ def chip_of(platform: "str | Chip | None") -> Chip:
     if platform is None:
         return detect()
     if isinstance(platform, Chip):
+        if not isinstance(platform.generation, str):
+            raise ValueError(f"a Chip's generation={short(platform.generation)} must be a text, such as 'sm_86'")
         capability = platform.compute_capability
         return dataclasses.replace(platform, generation=f"sm_{capability}") if capability else platform
     name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform) if isinstance(platform, str) else None
     if name not in PLATFORMS:
         raise ValueError(
-            f"platform={short(platform)} is not known; use one of {', '.join(PLATFORMS)}, or None to detect"
+            f"platform={short(platform)} is not known; use one of {', '.join(PLATFORMS)}, a "
+            "jattn.device.Chip such as Chip('gpu', 'sm_86'), or None to detect"
         )
     here = detect()
     return here if here.platform == name else Chip(name)

@@ -142,6 +142,14 @@ def test_a_chip_is_the_same_by_the_name_of_a_compilers_target(target):
     assert jattn.PagedAttention(*layer, platform=named) == jattn.PagedAttention(*layer, platform=plain)
 
 
+@pytest.mark.parametrize(
+    ("platform", "way_out"), [("sm_86", r"Chip\('gpu', 'sm_86'\)"), (86, "Chip"), (Chip("gpu", 86), "must be a text")]
+)
+def test_a_chip_that_is_none_is_refused_with_one_that_is(platform, way_out):
+    with pytest.raises(ValueError, match=way_out):
+        jattn.explain(jattn.AttentionSpec(**LAYER), jattn.KVCacheSpec(**POOL), platform=platform)
+
+
 def test_no_version_of_jax_is_asked_for_where_none_helps(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
     assert gpu_kernel.version_reasons(Chip("gpu", "sm_86"))
