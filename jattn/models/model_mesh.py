@@ -325,7 +325,7 @@ class ModelMesh:
 
         def on_rank(part: Any, ids: jax.Array, sums: RankSums) -> jax.Array:
             count = part.shape[0]
-            own = jnp.clip(ids, 0, table.shape[0] - 1) - jax.lax.axis_index(self.axes) * count
+            own = jnp.clip(ids.astype(jnp.int32), 0, table.shape[0] - 1) - jax.lax.axis_index(self.axes) * count
             has = (own >= 0) & (own < count)
             return sums(jnp.where(has[:, None], table_rows(part, own), 0), self.axes)
 

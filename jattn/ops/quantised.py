@@ -96,13 +96,15 @@ def plain(weight: "jax.Array | QuantisedArray", dtype: Any = None) -> jax.Array:
 
 
 def table_rows(table: jax.Array | QuantisedArray, ids: jax.Array) -> jax.Array:
-    """table[ids], with ids clipped. Of a quantised table, whose axis is -1, the rows alone are dequantised.
+    """table[ids], with ids clipped: a negative one is 0. Of a quantised table, whose axis is -1, only the rows are
+    dequantised.
 
     The barrier keeps a conversion out of the loop over steps: XLA:CPU (JAX 0.10) would convert the whole bfloat16 table
     to float32 before each loop.
     """
     table, ids = jax.lax.optimization_barrier((table, ids))
-    return plain(jax.tree.map(lambda array: array.at[ids].get(mode="clip"), table))
+    rows = lambda array: array.at[ids].get(mode="clip", wrap_negative_indices=False)
+    return plain(jax.tree.map(rows, table))
 
 
 def _numbers(values: jax.Array, format: str, axis: int) -> jax.Array:

@@ -12,6 +12,7 @@ import jattn
 from jattn import models
 from jattn.device import Chip
 from jattn.models import quantising, rank_sums
+from jattn.ops.quantised import plain, table_rows
 from jattn.ops.rank_launches import VMAPS_SINCE
 from pallas_kernels.gpu.rank_sum_sm90 import RankSum, sum_ranks
 from tests.kernels.gpu.test_layer_tail import lowered_on
@@ -71,6 +72,26 @@ def test_quantised_weights(summed):
     params = quantising.quantise(examples.params_of(config), "int4")
     same(logits_of(config, params, mesh=model_mesh(config, 2)), logits_of(config, params))
     assert summed
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int8"])
+@pytest.mark.parametrize("format", [None, "int4"])
+def test_ids_outside_the_vocabulary_have_its_first_or_its_last_row(format, dtype, summed):
+    config = models.config_of(FAMILIES["llama"] | dict(vocab_size=200, hidden_size=64))
+    table = examples.params_of(config)["embed"]
+    table = table if format is None else quantising.quantise({"embed": table}, format)["embed"]
+    ids, rows = jnp.array([3, 127, -1, -100, -128], dtype), [3, 127, 0, 0, 0]
+    if dtype == "int32":
+        ids, rows = jnp.append(ids, jnp.array([199, 200, -300, 2**31 - 1])), [*rows, 199, 199, 0, 199]
+    mesh = model_mesh(config, 2)
+
+    def on_mesh(table, ids):
+        with mesh.context():
+            return mesh.table_rows(mesh.sums(len(ids), 64), table, ids)
+
+    for found in (table_rows(table, ids), jax.jit(on_mesh)(table, ids)):
+        np.testing.assert_array_equal(found, plain(table)[np.array(rows)])
+    assert len(summed) == 1
 
 
 def step_of(config, names: tuple[str, ...], tokens: int = 4) -> list:
