@@ -34,7 +34,7 @@ BY_XLA = RankSums()
 def rank_sums(ranks: int, tokens: int, hidden: int) -> RankSums:
     """For arrays of at most [tokens, hidden]. Call it on all ranks, which can write to each other's memory."""
     config = RankSum(ranks=ranks, pieces=tokens * hidden // PIECE)
-    if device.detect().generation != "sm_90" or not config.serves((tokens, hidden), "float32"):
+    if device.detect().generation != "sm_90" or not config.serves((tokens, hidden), "bfloat16"):
         return BY_XLA
     return RankSums(exchanged(exchange, config), config)
 

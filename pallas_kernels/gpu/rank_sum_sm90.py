@@ -23,8 +23,8 @@ from pallas_kernels.gpu.peer_memory_sm90 import Table, told
 
 THREADS = 128
 PIECE = 4  # numbers of an array
-MAX_PIECES = 2**18
-_MAX_THREADS = 2**16  # that wait for one another: 512 CTAs, 4 for each SM of a Hopper GPU
+MAX_BYTES = 2**21  # of an array: at most 32 for a thread, which then has 64 registers
+_MAX_THREADS = 2**16  # that wait for one another: 512 CTAs. Of 64 registers 8 fit on an SM; a Hopper GPU has 78 at least
 _SETS = 2
 _SENT = 8  # i32 of a piece that is sent: at most four words, each with its number
 DTYPES = ("bfloat16", "float16", "float32")
@@ -39,8 +39,9 @@ class RankSum:
 
     def serves(self, shape: tuple[int, ...], dtype) -> bool:
         """Can a launch add up such arrays?"""
-        pieces, rest = divmod(math.prod(shape), PIECE)
-        return not rest and 0 < pieces <= min(self.pieces, MAX_PIECES) and jnp.dtype(dtype).name in DTYPES
+        dtype, (pieces, rest) = jnp.dtype(dtype), divmod(math.prod(shape), PIECE)
+        fits = 0 < pieces <= self.pieces and pieces * PIECE * dtype.itemsize <= MAX_BYTES
+        return not rest and fits and dtype.name in DTYPES
 
 
 def exchange(cfg: RankSum) -> tuple[jax.Array, jax.Array, jax.Array]:

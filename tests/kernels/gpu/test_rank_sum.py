@@ -80,4 +80,10 @@ def test_arrays_that_a_launch_does_not_serve():
     assert config.serves((64, 4096), jnp.bfloat16) and config.serves((3, 1024), jnp.float32)
     for shape, dtype in (((65, 4096), "bfloat16"), ((1, 7), "float32"), ((0, 8), "float32"), ((4, 8), "int32")):
         assert not config.serves(shape, dtype)
-    assert not RankSum(ranks=2, pieces=2**20).serves((2**20 + 4,), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2**20), ("float16", 2**20), ("float32", 2**19)])
+def test_no_thread_has_more_words_than_registers_for_all_to_run_at_once(dtype, most):
+    """Four pieces of float32 take 120 registers: 4 CTAs an SM, of the 512 that wait for one another."""
+    config = RankSum(ranks=8, pieces=2**20)
+    assert config.serves((most,), dtype) and not config.serves((most + 4,), dtype)
