@@ -21,7 +21,7 @@ def told(ranks: int, given: Sequence[Any], made: Sequence[jax.ShapeDtypeStruct] 
     """(the arrays `made` here, with any content; the table of these and of the Refs `given`). Call it on all ranks.
 
     A table has two i32 for each array's address on each rank, then the number of this rank, and a 0. XLA takes `given`
-    for written: nothing else reads their memory.
+    for written: nothing else reads their memory. XLA may merge two calls with equal sizes: then their callers share it.
     """
 
     def peer_addresses(*refs):  # the kernel's name in a profile

@@ -23,8 +23,8 @@ from pallas_kernels.gpu.peer_memory_sm90 import Table, told
 
 THREADS = 128
 PIECE = 4  # numbers of an array
-MAX_BYTES = 2**21  # of an array: at most 32 for a thread, which then has 64 registers
-_MAX_THREADS = 2**16  # that wait for one another: 512 CTAs. Of 64 registers 8 fit on an SM; a Hopper GPU has 78 at least
+MAX_BYTES = 2**21  # of an array: at most 32 for a thread, which then has 64 registers, so that an SM holds 8 CTAs
+_MAX_THREADS = 2**16  # that wait for one another: 512 CTAs. A Hopper GPU has 78 SMs or more
 _SETS = 2
 _SENT = 8  # i32 of a piece that is sent: at most four words, each with its number
 DTYPES = ("bfloat16", "float16", "float32")
