@@ -80,4 +80,9 @@ def test_arrays_that_a_launch_does_not_serve():
     assert config.serves((64, 4096), jnp.bfloat16) and config.serves((3, 1024), jnp.float32)
     for shape, dtype in (((65, 4096), "bfloat16"), ((1, 7), "float32"), ((0, 8), "float32"), ((4, 8), "int32")):
         assert not config.serves(shape, dtype)
-    assert not RankSum(ranks=2, pieces=2**20).serves((2**20 + 4,), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 256), (4, 128), (8, 64)])
+def test_sums_share_at_most_32_mib(ranks, tokens):
+    of = lambda tokens: RankSum(ranks=ranks, pieces=tokens * 4096 // 4).serves((tokens, 4096), jnp.bfloat16)
+    assert of(tokens) and not of(tokens + 1)
