@@ -23,8 +23,10 @@ from pallas_kernels.gpu.peer_memory_sm90 import Table, told
 
 THREADS = 128
 PIECE = 4  # numbers of an array
-MAX_BYTES = 2**21  # of an array: at most 32 for a thread, which then has 64 registers, so that an SM holds 8 CTAs
+MAX_BYTES = 2**25
+"""Of the memory that a step's sums share, which is filled with zeros in each: 2^20 numbers on 2 ranks, 2^18 on 8."""
 _MAX_THREADS = 2**16  # that wait for one another: 512 CTAs. A Hopper GPU has 78 SMs or more
+_THREAD_BYTES = 32  # of a thread's pieces, at most: it then has 64 registers, so that an SM holds 8 CTAs
 _SETS = 2
 _SENT = 8  # i32 of a piece that is sent: at most four words, each with its number
 DTYPES = ("bfloat16", "float16", "float32")
@@ -37,11 +39,17 @@ class RankSum:
     ranks: int
     pieces: int  # of the largest array
 
+    @property
+    def received(self) -> int:
+        """i32 that a rank receives, of both sets."""
+        return _SETS * self.ranks * self.pieces * _SENT
+
     def serves(self, shape: tuple[int, ...], dtype) -> bool:
         """Can a launch add up such arrays?"""
         dtype, (pieces, rest) = jnp.dtype(dtype), divmod(math.prod(shape), PIECE)
-        fits = 0 < pieces <= self.pieces and pieces * PIECE * dtype.itemsize <= MAX_BYTES
-        return not rest and fits and dtype.name in DTYPES
+        fits = 0 < pieces <= self.pieces and 4 * self.received <= MAX_BYTES
+        all_run = pieces * PIECE * dtype.itemsize <= _MAX_THREADS * _THREAD_BYTES
+        return not rest and fits and all_run and dtype.name in DTYPES
 
 
 def exchange(cfg: RankSum) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -50,7 +58,7 @@ def exchange(cfg: RankSum) -> tuple[jax.Array, jax.Array, jax.Array]:
     Launches write to the first two, which XLA does not know: use them for nothing else, and copy none of them. Launches
     that share them must run one after the other on a device; see `exchange` of rank_merge_sm90.py.
     """
-    received = jax.new_ref(jnp.zeros((_SETS * cfg.ranks * cfg.pieces * _SENT,), jnp.int32))
+    received = jax.new_ref(jnp.zeros((cfg.received,), jnp.int32))
     so_far = jax.new_ref(jnp.zeros((cfg.pieces,), jnp.int32))
     (table,) = told(cfg.ranks, (received, so_far))
     return jax.freeze(received), jax.freeze(so_far), table

@@ -82,8 +82,14 @@ def test_arrays_that_a_launch_does_not_serve():
         assert not config.serves(shape, dtype)
 
 
+@pytest.mark.parametrize(("ranks", "tokens"), [(2, 256), (4, 128), (8, 64)])
+def test_sums_share_at_most_32_mib(ranks, tokens):
+    of = lambda tokens: RankSum(ranks=ranks, pieces=tokens * 4096 // 4).serves((tokens, 4096), jnp.bfloat16)
+    assert of(tokens) and not of(tokens + 1)
+
+
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2**20), ("float16", 2**20), ("float32", 2**19)])
 def test_no_thread_has_more_words_than_registers_for_all_to_run_at_once(dtype, most):
-    """Four pieces of float32 take 120 registers: 4 CTAs an SM, of the 512 that wait for one another."""
-    config = RankSum(ranks=8, pieces=2**20)
+    """Four pieces of float32 take 104 registers: 4 CTAs an SM, of the 512 that wait for one another."""
+    config = RankSum(ranks=2, pieces=2**18)
     assert config.serves((most,), dtype) and not config.serves((most + 4,), dtype)
