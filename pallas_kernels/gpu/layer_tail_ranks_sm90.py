@@ -39,7 +39,7 @@ def sum_over_ranks(cfg: LayerTailConfig, product: int, share: TokenShare, refs, 
     received, so_far = ptx.pointer(received, 0), ptx.pointer(so_far, 0)
     table = Table(table, (received, so_far), cfg.ranks)
     counter = ptx.add(ptx.mul(ptx.add(cta, ptx.i32(product // 2 * MAX_CTAS)), THREADS), ptx.thread_index())
-    counter = arith.addi(so_far, arith.muli(ptx.to_i64(counter), ptx.i64(4)))
+    counter = peer_words.place_of(so_far, counter, 4)
     number = peer_words.next_number(counter, ptx.i32(1))
     own, inside = [packed(four) for four in fours], [ok for _, ok in share.quads]
 
@@ -47,8 +47,8 @@ def sum_over_ranks(cfg: LayerTailConfig, product: int, share: TokenShare, refs, 
         row = ptx.add(ptx.mul(ptx.add(rank, ptx.i32(product // 2 * cfg.ranks)), cfg.rows8), share.row)
         return [share.place(base, quad, _COLUMN_BYTES, row) for quad, _ in share.quads]
 
-    others = [arith.cmpi(arith.CmpIPredicate.ne, table.rank, ptx.i32(rank)) for rank in range(cfg.ranks)]
-    waits = [[arith.muli(ok, ptx.bool_to_i32(other)) for ok in inside] for other in others]
+    others = [peer_words.differs(table.rank, rank) for rank in range(cfg.ranks)]
+    waits = [[arith.muli(ok, other) for ok in inside] for other in others]
     for rank in range(cfg.ranks):
         for place, words, sends in zip(places(table.address(rank, 0), table.rank), own, waits[rank], strict=True):
             peer_words.send(place, words, number, sends)

@@ -2,17 +2,47 @@
 
 A word and its number arrive together, because they are one store of 8 bytes, so nothing else tells that it has come: no
 fence, no counter and no barrier. Memory that words are sent to begins with zeros, and numbers with 1.
+
+What is exchanged is divided into pieces of four numbers.
 """
 
 from collections.abc import Sequence
 
+from jax._src.lib.mlir.dialects import arith
+
 from pallas_kernels.gpu import ptx_sm90 as ptx
+
+PIECE = 4  # numbers
+
+
+def place_of(base, number, size: int):
+    """The address of an element of `size` bytes."""
+    return arith.addi(base, arith.muli(ptx.to_i64(number), ptx.i64(size)))
+
+
+def differs(a, b: int):
+    """i32, 1 where a is another number than b."""
+    return ptx.bool_to_i32(arith.cmpi(arith.CmpIPredicate.ne, a, ptx.i32(b)))
+
+
+def store_piece(dtype: str, base, number, values: Sequence, works) -> None:
+    """Stores four f32 as a piece of an array of this dtype, if `works` is not 0."""
+    if dtype == "float32":
+        text = IF + "st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
+        ptx.asm(text, "l,r,f,f,f,f", place_of(base, number, 16), works, *values)
+        return
+    words = [ptx.pack_16bit(*values[i : i + 2], dtype) for i in (0, 2)]
+    ptx.asm(IF + "st.global.v2.b32 [$0], {$2, $3}; }", "l,r,r,r", place_of(base, number, 8), works, *words)
+
+
+IF = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p "
+"""Begins PTX of one instruction that is executed if operand 1 is not 0."""
 
 
 def next_number(place, counts):
     """The number of this exchange: one more than the counter at an address, which becomes it if `counts` is not 0."""
     number = ptx.add(ptx.asm_value("ld.global.b32 $0, [$1];", "=r,l", place), ptx.i32(1))
-    ptx.asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }", "l,r,r", place, counts, number)
+    ptx.asm(IF + "st.global.b32 [$0], $2; }", "l,r,r", place, counts, number)
     return number
 
 
@@ -20,7 +50,7 @@ def send(place, words: Sequence, number, sends, kind: str = "r") -> None:
     """Stores one or two words at an address of a rank, if `sends` is not 0. kind: r of i32, f of f32."""
     count = len(words)
     stored = ", ".join(f"${2 + i}, ${2 + count}" for i in range(count))
-    text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.volatile.global.v{2 * count}.b32 [$0], {{{stored}}}; }}"
+    text = IF + f"st.volatile.global.v{2 * count}.b32 [$0], {{{stored}}}; }}"
     ptx.asm(text, ",".join(("l", "r", *(kind,) * count, "r")), place, sends, *words, number)
 
 

@@ -21,9 +21,9 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.peer_memory_sm90 import Table, told
+from pallas_kernels.gpu.peer_words_sm90 import IF, PIECE, differs, place_of, store_piece
 
 THREADS = 128
-PIECE = 4  # numbers of a row that a thread has
 MAX_PIECES = 2**16  # threads that wait for one another: 512 CTAs, 4 for each SM of a Hopper GPU
 _SETS = 2
 _WORDS = 10  # of a piece that is sent: four numbers and a log-sum-exp, each with the number of the merge
@@ -90,11 +90,11 @@ def _merge(cfg: RankMerge, first, *refs):
         works = ptx.bool_to_i32(is_piece)
         row, inside = arith.divui(piece, ptx.i32(cfg.dim // PIECE)), arith.remui(piece, ptx.i32(cfg.dim // PIECE))
         load = "ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4];"
-        own = ptx.asm_values(load, "=f,=f,=f,=f,l", 4, _at(out, piece, 16), pure=True)
-        own += [ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", _at(lse, row, 4), pure=True)]
-        number = peer_words.next_number(_at(merges, piece, 4), works)
+        own = ptx.asm_values(load, "=f,=f,=f,=f,l", 4, place_of(out, piece, 16), pure=True)
+        own += [ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", place_of(lse, row, 4), pure=True)]
+        number = peer_words.next_number(place_of(merges, piece, 4), works)
         turn = ptx.mul(arith.andi(number, ptx.i32(1)), cfg.ranks)
-        others = [arith.muli(works, ptx.bool_to_i32(_differs(table.rank, rank))) for rank in range(cfg.ranks)]
+        others = [arith.muli(works, differs(table.rank, rank)) for rank in range(cfg.ranks)]
         planes = own[:2], own[2:4], own[4:]
         for rank in range(cfg.ranks):
             places = _places(cfg, table.address(rank, 0), ptx.add(turn, table.rank), piece)
@@ -106,29 +106,18 @@ def _merge(cfg: RankMerge, first, *refs):
             found = peer_words.receive(places, (number,) * 3, (others[rank],) * 3, planes, "f")
             states.append([word for words in found for word in words])
         numbers, total_lse = _merged(states)
-        _store(cfg.dtype, merged, piece, numbers, works)
+        store_piece(cfg.dtype, merged, piece, numbers, works)
         is_first = arith.muli(works, ptx.bool_to_i32(ptx.equal(inside, ptx.i32(0))))
-        ptx.asm(_IF + "st.global.f32 [$0], $2; }", "l,r,f", _at(merged_lse, row, 4), is_first, total_lse)
+        ptx.asm(IF + "st.global.f32 [$0], $2; }", "l,r,f", place_of(merged_lse, row, 4), is_first, total_lse)
 
     merge(jnp.int32(first), *refs)
-
-
-_IF = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p "
-
-
-def _at(base, number, size: int):
-    return arith.addi(base, arith.muli(ptx.to_i64(number), ptx.i64(size)))
-
-
-def _differs(a, b: int):
-    return arith.cmpi(arith.CmpIPredicate.ne, a, ptx.i32(b))
 
 
 def _places(cfg: RankMerge, base, slot, piece):
     """Where a piece's words of each plane lie in `received`: [plane, set and rank (slot), piece, words]."""
     for before, count in _PLANES:
         plane = arith.addi(base, ptx.i64(4 * before * _SETS * cfg.ranks * cfg.pieces))
-        yield _at(plane, ptx.add(ptx.mul(slot, cfg.pieces), piece), 4 * count)
+        yield place_of(plane, ptx.add(ptx.mul(slot, cfg.pieces), piece), 4 * count)
 
 
 def _merged(states):
@@ -153,12 +142,3 @@ def _merged(states):
         numbers = [arith.addf(a, b) for a, b in zip(numbers, terms, strict=True)]
     lse = arith.addf(shift, arith.mulf(ptx.log2(safe), ptx.f32(math.log(2))))
     return numbers, arith.select(nothing, lowest, lse)
-
-
-def _store(dtype: str, base, piece, numbers, works):
-    if dtype == "float32":
-        text = _IF + "st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
-        ptx.asm(text, "l,r,f,f,f,f", _at(base, piece, 16), works, *numbers)
-        return
-    words = [ptx.pack_16bit(*numbers[i : i + 2], dtype) for i in (0, 2)]
-    ptx.asm(_IF + "st.global.v2.b32 [$0], {$2, $3}; }", "l,r,r,r", _at(base, piece, 8), works, *words)

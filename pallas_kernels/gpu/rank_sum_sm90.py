@@ -20,9 +20,9 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.peer_memory_sm90 import Table, told
+from pallas_kernels.gpu.peer_words_sm90 import PIECE, differs, place_of, store_piece
 
 THREADS = 128
-PIECE = 4  # numbers of an array
 MAX_BYTES = 2**25
 """Of the memory that a step's sums share, which is filled with zeros in each: 2^20 numbers on 2 ranks, 2^18 on 8."""
 _MAX_THREADS = 2**16  # that wait for one another: 512 CTAs. A Hopper GPU has 78 SMs or more
@@ -89,7 +89,7 @@ def _sum(cfg: RankSum, dtype: str, size: tuple[int, int, int], first, *refs):
     def sum_up(ctx, first, x, received, so_far, table, total):
         x, received, so_far, total = (ptx.pointer(ref, 0) for ref in (x, received, so_far, total))
         table = Table(table, (received, so_far), cfg.ranks)
-        others = [_differs(table.rank, rank) for rank in range(cfg.ranks)]
+        others = [differs(table.rank, rank) for rank in range(cfg.ranks)]
         thread = ptx.add(ptx.scalar_value(first), ptx.thread_index())
         own = []
         for i in range(each):
@@ -97,7 +97,7 @@ def _sum(cfg: RankSum, dtype: str, size: tuple[int, int, int], first, *refs):
             is_piece = ptx.less(number, ptx.i32(pieces))
             own.append(_Piece(cfg, dtype, arith.select(is_piece, number, ptx.i32(0)), ptx.bool_to_i32(is_piece)))
         words = [piece.load(x) for piece in own]
-        turns = [peer_words.next_number(_at(so_far, piece.number, 4), piece.works) for piece in own]
+        turns = [peer_words.next_number(place_of(so_far, piece.number, 4), piece.works) for piece in own]
         for rank in range(cfg.ranks):
             for piece, pairs, turn in zip(own, words, turns, strict=True):
                 places = piece.places(table.address(rank, 0), turn, table.rank)
@@ -115,12 +115,9 @@ def _sum(cfg: RankSum, dtype: str, size: tuple[int, int, int], first, *refs):
             values = [piece.floats([next(found) for _ in range(piece.pairs)]) for piece in own]
             sums = [_added(*both) for both in zip(sums, values, strict=True)] if sums else values
         for piece, values in zip(own, sums, strict=True):
-            piece.store(total, values)
+            store_piece(dtype, total, piece.number, values, piece.works)
 
     sum_up(jnp.int32(first), *refs)
-
-
-_IF = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p "
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +144,7 @@ class _Piece:
         count, kind = 2 * self.pairs, self.kind
         type_of = {"f": "f32", "r": "b32"}[kind]
         text = f"ld.global.nc.v{count}.{type_of} {{{', '.join(f'${k}' for k in range(count))}}}, [${count}];"
-        place = _at(base, self.number, 4 * count)
+        place = place_of(base, self.number, 4 * count)
         words = ptx.asm_values(text, ",".join((*(f"={kind}",) * count, "l")), count, place, pure=True)
         return [words[k : k + 2] for k in range(0, count, 2)]
 
@@ -156,7 +153,8 @@ class _Piece:
         cfg, slot = self.cfg, ptx.add(ptx.mul(arith.andi(turn, ptx.i32(1)), self.cfg.ranks), rank)
         piece = ptx.add(ptx.mul(slot, cfg.pieces), self.number)
         return [
-            _at(base, ptx.add(piece, ptx.i32(pair * _SETS * cfg.ranks * cfg.pieces)), 16) for pair in range(self.pairs)
+            place_of(base, ptx.add(piece, ptx.i32(pair * _SETS * cfg.ranks * cfg.pieces)), 16)
+            for pair in range(self.pairs)
         ]
 
     def floats(self, pairs: list[list]) -> list:
@@ -165,22 +163,6 @@ class _Piece:
             return words
         of_half = ptx.float_of_bf16 if self.dtype == "bfloat16" else ptx.float_of_f16
         return [of_half(word, half) for word in words for half in range(2)]
-
-    def store(self, base, values: list) -> None:
-        if self.dtype == "float32":
-            text = _IF + "st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
-            ptx.asm(text, "l,r,f,f,f,f", _at(base, self.number, 16), self.works, *values)
-            return
-        words = [ptx.pack_16bit(*values[i : i + 2], self.dtype) for i in (0, 2)]
-        ptx.asm(_IF + "st.global.v2.b32 [$0], {$2, $3}; }", "l,r,r,r", _at(base, self.number, 8), self.works, *words)
-
-
-def _at(base, number, size: int):
-    return arith.addi(base, arith.muli(ptx.to_i64(number), ptx.i64(size)))
-
-
-def _differs(a, b: int):
-    return ptx.bool_to_i32(arith.cmpi(arith.CmpIPredicate.ne, a, ptx.i32(b)))
 
 
 def _added(a: list, b: list) -> list:

@@ -11,6 +11,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_share_sm90 as token_share
@@ -319,7 +320,7 @@ def emulated(module, machine: Machine):
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
     swaps = [
-        *(mock.patch.object(m, "arith", Arith) for m in {ptx, token_share, token_tile, module} if hasattr(m, "arith")),
+        *(mock.patch.object(m, "arith", Arith) for m in {ptx, peer_words, token_share, token_tile, module} if hasattr(m, "arith")),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
         mock.patch.object(ptx, "f32", every(np.float32)),
