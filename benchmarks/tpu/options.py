@@ -146,7 +146,7 @@ def shape_of(cell: Cell) -> Shape:
     return Shape(name_of(cell), spec, cache, **more)
 
 
-def small_sizes(shape: Shape) -> dict[str, int]:
+def small_sizes(shape: Shape) -> dict:
     """Fields of TpuKernelConfig: blocks of two parts."""
     beside = 128 // shape.spec["head_dim"] if shape.cache["layout"] == "HND128" else 1
     keys = dict(part_kv=128 * beside, block_kv=256 * beside)
