@@ -105,6 +105,7 @@ def new_tokens_config(
         head_dim=spec.qk_head_dim, v_head_dim=spec.v_head_dim, page_size=PACKED_PAGE, dtype=config.dtype,
         kv_dtype=config.dtype, out_dtype="float32", mask=mask, logits=logits,
         per_request_causal=config.per_request_causal,
+        early_heads=0,  # v6e's table asks for 1, against spills that steps of these dims do not have
     )  # fmt: skip
     return None if supports(found, chip=chip.generation) else found
 

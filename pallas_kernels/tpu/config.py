@@ -57,6 +57,7 @@ class TpuKernelConfig:
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
     values_behind: int = 2  # heads between a head's weights and their product with values; 0: half are not stored
+    early_heads: int = 0  # heads of a step whose product with values precedes another head's logits; 0 if behind is 0
 
     @property
     def group(self) -> int:

@@ -287,21 +287,29 @@ class QueryTile:
         """The same for many rows, through VMEM: few logits and weights are in registers at a time.
 
         A turn computes the logits of one head, the weights of the head before it, and the sum of values of the head
-        values_behind before that. Each head has a place of its own for what it stores: where two heads shared one, the
-        loads of the first had to come before the stores of the second, and what was loaded early spilled.
+        values_behind before that; of the first early_heads of a step the sum comes before the logits. Each head has a
+        place of its own for what it stores: where two heads shared one, the loads of the first had to come before the
+        stores of the second, and what was loaded early spilled.
         """
         count, weights = keys.pages * self.c.page_size, {}
+        early = self.c.early_heads if keys.pages > self.c.part_pages else 0
+
+        def add_values(k):
+            at = (heads[k], pl.ds(first, rows))
+            stored = [self.buf.p[k, :rows, c] for c in self._stored_columns(count)]
+            new = self._weighed_values(jnp.concatenate(stored + weights.pop(k), axis=1), keys, heads[k])
+            self.buf.acc[at] = self.buf.acc[at] * _lanes(self.buf.alpha[k, :rows], self.c.acc_dim) + new
+
         for turn in range(len(heads) + 1 + self.c.values_behind):
             i, j, k = turn, turn - 1, turn - 1 - self.c.values_behind
+            if 0 <= k < early:
+                add_values(k)
             if i < len(heads):
                 self._stage_logits(keys, heads[i], first, rows, i)
             if 0 <= j < len(heads):
                 weights[j] = self._stage_weights(keys, heads[j], first, rows, j)
-            if 0 <= k < len(heads):
-                at = (heads[k], pl.ds(first, rows))
-                stored = [self.buf.p[k, :rows, c] for c in self._stored_columns(count)]
-                new = self._weighed_values(jnp.concatenate(stored + weights.pop(k), axis=1), keys, heads[k])
-                self.buf.acc[at] = self.buf.acc[at] * _lanes(self.buf.alpha[k, :rows], self.c.acc_dim) + new
+            if early <= k < len(heads):
+                add_values(k)
 
     def _stage_logits(self, keys: KeyPart, head, first, rows: int, i: int):
         """Stores the masked logits of a head in place i, and their maxima by lane."""

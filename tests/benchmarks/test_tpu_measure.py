@@ -59,11 +59,12 @@ def test_the_best_sizes_are_those_that_short_contexts_like_among_equals():
     assert sweep.best([dict(variant="x", ns=0.09), dict(variant="y", ns=0.0899)])["variant"] == "y"
 
 
-def test_the_best_sizes_of_prefill_spill_least_among_equals_and_make_the_table(tmp_path, monkeypatch):
-    row = dict(spills=900, spills_of_parts=[50, 60], prompt_512=147.0, prompt_8k=134.0, sizes={})
-    behind = row | dict(spills=100, prompt_8k=135.0, sizes=dict(values_behind=0))
-    rows = [row, behind, row | dict(spills=1, prompt_8k=150.0)]
+def test_the_best_sizes_of_prefill_are_the_fastest_that_spill_little_and_make_the_table(tmp_path, monkeypatch):
+    row = dict(spills=200, spills_of_parts=[50, 60], prompt_512=147.0, prompt_8k=134.0, sizes={})
+    behind = row | dict(spills=199, prompt_8k=135.0, sizes=dict(values_behind=0))
+    rows = [row, behind, row | dict(spills=1, prompt_8k=136.0)]
     assert sweep.best(rows) is rows[1]
+    assert sweep.best([row, row | dict(spills=0, spills_of_parts=[0, 300], prompt_8k=90.0)]) is row
     monkeypatch.setattr(tuning, "__file__", str(tmp_path / "__init__.py"))
     sweep.write_table("v9", dict(prefill=rows), dict(libtpu="1"))
     tile_policy.tuned_sizes.cache_clear()

@@ -319,8 +319,9 @@ def emulated(module, machine: Machine):
         return fragment
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
+    modules = {ptx, peer_words, token_share, token_tile, module}
     swaps = [
-        *(mock.patch.object(m, "arith", Arith) for m in {ptx, peer_words, token_share, token_tile, module} if hasattr(m, "arith")),
+        *(mock.patch.object(m, "arith", Arith) for m in modules if hasattr(m, "arith")),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),
         mock.patch.object(ptx, "i32", every(np.int32)), mock.patch.object(ptx, "i64", every(np.int64)),
         mock.patch.object(ptx, "f32", every(np.float32)),
