@@ -2,7 +2,7 @@
 
     python -m benchmarks.tpu.options [--chips v5e,v6e] [--only TEXT] [--again] [--write | --out DIR]
 
-A cell is a layer, a cache and a batch: one value of each of FACTORS. All of their products would be millions; these are
+A cell is a layer, a cache and a batch: one value of each of FACTORS. All of their products would be billions; these are
 TOGETHER, with all options that are possible at once, and as many more as it takes until every two values that CONFLICTS
 allows are together in a cell (benchmarks.tpu.covering), with other cells on each generation. Two thirds of an hour of
 one core. A row is one cell on one chip: "compiled", "refused: " with the backend's reasons, or "failed: " with the

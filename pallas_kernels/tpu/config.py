@@ -157,7 +157,7 @@ class TpuKernelConfig:
 
     @property
     def few_rows(self) -> int:
-        """Rows of the body for few rows, which hold one token: half a pack, or whole packs."""
+        """Rows of the body for few rows, at least those of one token: half a pack, or whole packs."""
         return 8 if self.group <= 8 else cdiv(self.group, PACK) * PACK
 
     @property

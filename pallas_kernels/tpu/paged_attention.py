@@ -14,9 +14,9 @@
       lse_of_tokens                            work_list.py: lse in the order [T, H]
 
 Parts of a block that every row of a chunk sees are computed without a mask, parts that none sees are skipped. Keys that
-are not the request's are kept out of every product: the tail of a page may hold NaN. A tile of one token has a body of
-few rows instead of a chunk. Queries and outputs are copied from and to [T, H, ...] as they are; where their rows are no
-whole packs there (config.in_place), they are put into order once a tile.
+are not the request's are kept out of every product: the tail of a page may hold NaN. A tile of few rows, such as one
+token, has a body of its own instead of chunks. Queries and outputs are copied from and to [T, H, ...] as they are;
+where their rows are no whole packs there (config.in_place), they are put into order once a tile.
 """
 
 import functools

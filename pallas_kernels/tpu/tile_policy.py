@@ -1,22 +1,26 @@
 """Sizes of blocks and tiles of the TPU kernel that its caller left open: `default_config`.
 
 benchmarks.tpu.sweep writes a table for each generation, pallas_kernels/tuning/tpu_*.json. Its figures are bundles of
-the compiled kernel, for 32 query and 8 kv heads of 128 in bf16; no TPU has confirmed them.
+the compiled kernel, for 32 query and 8 kv heads of 128 in bf16; no TPU has confirmed them. A layer for which a size of
+the table is too large gets a smaller one.
 """
 
 import dataclasses
 import functools
-import json
 from typing import Any
 
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.tpu.config import LANES, PACK, TpuKernelConfig
 from pallas_kernels.tpu.supports import SPILL, VMEM, generation_of
-from pallas_kernels.tuning import table_path
+from pallas_kernels.tuning import read_sizes, table_path
 
 PAGE_BYTES = 24 << 20  # VMEM that a block's pages may take
 MANY_BYTES = 40 << 20  # bytes of the pages of a part, from which a part has 128 keys
 ROW_BYTES = 16 << 20  # VMEM that a tile's rows may take
+TABLE_SIZES = dict.fromkeys(("block_kv", "part_kv", "step_kv", "tile_rows", "chunk_rows"), PACK) | dict(
+    short_heads=1, long_heads=1, values_behind=0, early_heads=0
+)
+"""Fields of TpuKernelConfig that a table may have, and the least of each."""
 
 
 def default_config(*, longest: int | None = None, chip: str = "", **fields) -> TpuKernelConfig:
@@ -25,16 +29,17 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     longest: upper bound of every request's new tokens, if it is known. With 1 the kernel has no body of many rows.
     chip: the generation whose table is read, and whose VMEM the sizes fit; "": no table, and the smallest VMEM.
     """
-    fields = tuned_sizes(generation_of(chip)) | fields
+    fields, fixed = tuned_sizes(generation_of(chip)) | fields, fields
     config = TpuKernelConfig(**fields)
     dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
     heads, room = config.num_kv_heads, VMEM.get(generation_of(chip), min(VMEM.values())) - SPILL
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
-    blocks, tiles = (1536, 1024, 512, 256, 128), (512, 256, 128)
-    if "part_kv" not in fields:  # of any batch, so that a decode's bits do not depend on the others
+    blocks = config.block_kv, *(n for n in (1536, 1024, 512, 256, 128) if n < config.block_kv)
+    tiles = config.tile_rows, *(n for n in (512, 256, 128) if n < config.tile_rows)
+    if "part_kv" not in fixed:  # of any batch, so that a decode's bits do not depend on the others
         if config.beside > 2:  # so that each group of lanes has whole registers of keys
             fields["part_kv"] = LANES * config.beside
-        elif config.page_bytes(config.part_keys) >= MANY_BYTES or not _has_tiles(config, room, fields):
+        elif config.page_bytes(config.part_keys) >= MANY_BYTES or not _has_tiles(config, room, fixed):
             fields["part_kv"] = LANES
         config = TpuKernelConfig(**fields)
     found: dict[str, Any] = dict(
@@ -43,20 +48,23 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     )
     if longest is not None:
         found |= _rows_for(longest * config.group, config, found["tile_rows"])
-    return _fewer_rows(TpuKernelConfig(**(found | fields)), room, fields)
+    return _fewer_rows(TpuKernelConfig(**(fields | found | fixed)), room, fixed)
 
 
-def _fewer_rows(config: TpuKernelConfig, room: int, fields: dict[str, Any]) -> TpuKernelConfig:
-    """The config with smaller tiles, if it may take more VMEM than there is: with many kv heads, or wide ones."""
-    while _most_vmem(config) > room and config.rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fields):
+def _fewer_rows(config: TpuKernelConfig, room: int, fixed: dict[str, Any]) -> TpuKernelConfig:
+    """The config with smaller tiles, if it may take more VMEM than there is: with many kv heads, or wide ones.
+
+    fixed: the fields that the caller of default_config gave.
+    """
+    while _most_vmem(config) > room and config.rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fixed):
         rows = config.rows // 2
         config = dataclasses.replace(config, tile_rows=rows, chunk_rows=min(config.chunk_rows, rows))
     return config
 
 
-def _has_tiles(config: TpuKernelConfig, room: int, fields: dict[str, Any]) -> bool:
+def _has_tiles(config: TpuKernelConfig, room: int, fixed: dict[str, Any]) -> bool:
     """Is there a size of tiles for blocks of one part?"""
-    return _most_vmem(_fewer_rows(dataclasses.replace(config, block_kv=LANES), room, fields)) <= room
+    return _most_vmem(_fewer_rows(dataclasses.replace(config, block_kv=LANES), room, fixed)) <= room
 
 
 def _most_vmem(config: TpuKernelConfig) -> int:
@@ -69,13 +77,11 @@ def _most_vmem(config: TpuKernelConfig) -> int:
 
 @functools.cache
 def tuned_sizes(generation: str) -> dict[str, Any]:
-    """Fields of TpuKernelConfig from the generation's table; none without a table."""
+    """Fields of TpuKernelConfig from the generation's table; none without a table. ValueError if it is none."""
     path = table_path(f"tpu_{generation}")
-    if not generation or not path.is_file():
-        return {}
-    sizes: dict[str, Any] = {}
-    for row in json.loads(path.read_text())["rows"]:
-        sizes |= row["sizes"]
+    sizes = read_sizes(path, TABLE_SIZES) if generation and path.is_file() else {}
+    if sizes.get("chunk_rows", 0) % PACK or (sizes.get("early_heads") and sizes.get("values_behind") == 0):
+        raise ValueError(f"{path}: chunk_rows must be whole packs of {PACK}, and early_heads 0 if values_behind is 0")
     return sizes
 
 

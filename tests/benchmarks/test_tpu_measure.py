@@ -6,7 +6,10 @@ import sys
 
 import pytest
 
+import jattn
+from benchmarks import records
 from benchmarks.tpu import aot, measure, sweep
+from jattn.backends.pallas_tpu import kernel_config
 from pallas_kernels import tuning
 from pallas_kernels.tpu import tile_policy
 from pallas_kernels.tpu.config import TpuKernelConfig
@@ -29,6 +32,22 @@ def test_a_time_refutes_what_it_contradicts():
     assert "measured 1.50 times the least time" in high
     wrong, unknown = measure.refuted(2.0, None, 0.5)
     assert "differ by 0.5" in wrong and "none for this one" in unknown
+
+
+@pytest.mark.parametrize("chip", aot.TOPOLOGIES)
+def test_a_prompt_that_takes_exactly_its_bundles_refutes_nothing(chip, monkeypatch):
+    """The records of a prompt of 8192 are another sum of the same bodies."""
+    known = records.newest(records.read(records.RESULTS / "tpu" / "static.jsonl"))
+    row = next(row for row in known if (row["chip"], row["case"]) == (chip, "prefill"))
+    cache_spec = jattn.KVCacheSpec(num_blocks=64, block_size=128, num_kv_heads=8, head_dim=128)
+    config = kernel_config(aot.layer_of(aot.PREFILL), cache_spec, chip=chip)
+    ns = lambda milli: milli / row["milli_bundles"] * row["ns_bundles"]
+    assert measure.least_of(row, 8192, config)["ns"] == pytest.approx(ns(row["prompt_8k_visible"]), rel=2e-3)
+    least = measure.least_of(row, 2048, config)
+    assert row["ns"] * 1.15 < least["ns"] < ns(row["prompt_512_visible"]) and least["limit"] == "bundles"
+    monkeypatch.setattr(measure, "CASES", {"prefill": ((130,) * 2, 130)})
+    monkeypatch.setattr(measure, "CALLS", 1)
+    assert measure.measure("prefill", chip, backend="sdpa")["least_ns"] > ns(row["prompt_512_visible"])
 
 
 def test_a_case_is_computed_and_compared_with_sdpa(monkeypatch):
