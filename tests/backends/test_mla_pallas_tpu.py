@@ -110,6 +110,10 @@ ROWS = {
     "long prompts, alternating": Row(**LONG, spec=MATERIALISED, causal=(True, False, True, False, True)),
     "long prompts, int8, wide, eager": Row(**LONG, spec=MATERIALISED, cache=INT8, wide=128, mode="eager"),
     "int8": Row(cache=INT8),
+    "float8_e4m3fn, eager": Row(cache=(("dtype", "float8_e4m3fn"), ("quant", "per_tensor")), mode="eager"),
+    "float8_e5m2, new tokens materialised": Row(
+        (61, 0, 31), (544, 0, 31), MATERIALISED, (("dtype", "float8_e5m2"), ("quant", "per_tensor")), atol=4e-2
+    ),
     "int8, wide, not causal": Row(cache=INT8, wide=128, causal=False),
 }  # fmt: skip
 
@@ -148,8 +152,9 @@ def result(row: Row):
     proj = normal(1, latent, 12, spec.qk_nope_head_dim + spec.v_head_dim) / 12
     options = dict(sinks=SINKS if spec.has_sinks else None, alibi_slopes=SLOPES if spec.has_alibi else None)
     params = mla.prepare_params(MLAParams(kv_b_proj=proj, **scales, **options))
-    # values that every dtype of a cache holds exactly
-    steps = lambda seed, dim, scale: np.clip(np.round(normal(seed, sum(row.totals), dim) * 32), -100, 100) * scale
+    # values that the cache holds exactly: whole numbers of up to 7 bits, fewer in an 8-bit float
+    whole = lambda seed, dim: np.clip(np.round(normal(seed, sum(row.totals), dim) * 32), -100, 100)
+    steps = lambda seed, dim, scale: whole(seed, dim).astype(jnp.dtype(cache_spec.dtype)).astype(np.float64) * scale
     kv_c, k_pe = steps(2, latent, 1 / 32), steps(3, rope, scales.get("k_pe_scale", 1 / 32))
     writer = MLAAttention(spec, cache_spec, "mla_sdpa", platform="cpu")
     everything = jattn.CommonAttentionMetadata.from_lengths(row.totals, row.totals, table, size)
