@@ -36,6 +36,7 @@ from jattn.nn import Angles, LatentConfig, Rope
 from jattn.nn.apply import angles_of
 from jattn.nn.attention_layer import Multiply, multiply, project_and_attend
 from jattn.nn.latent_layer import project_and_attend_latent
+from jattn.ops.quantised import table_rows
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
 
@@ -78,7 +79,7 @@ def _forward(
 ) -> tuple[tuple[PagedKV, ...], jax.Array]:  # fmt: skip
     batches = _batches(config, token_ids, caches, meta, encoder_ids)
     positions, encoded = batches[0].positions(), _encoded(config, params, encoder_ids, batches[0], backend)
-    sums, rows_of = BY_XLA, None
+    sums, rows_of = BY_XLA, table_rows
     if model_mesh is not None:
         sums = model_mesh.sums(len(token_ids), config.hidden_size)
         rows_of = functools.partial(model_mesh.table_rows, sums)

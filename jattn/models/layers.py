@@ -22,13 +22,13 @@ def embed_tokens(
     token_ids: jax.Array,
     positions: jax.Array,
     token_types: jax.Array | None = None,
-    rows_of: Callable | None = None,
+    rows_of: Callable = table_rows,
 ) -> jax.Array:
     """token_ids [T] -> [T, hidden]. An id outside the vocabulary is clipped, because padding tokens may have any id.
 
-    rows_of: `table_rows` of the vocabulary's table; None: that itself.
+    rows_of: `table_rows` of the vocabulary's table.
     """
-    x = (rows_of or table_rows)(params["embed"], token_ids)
+    x = rows_of(params["embed"], token_ids)
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.learned_positions:

@@ -195,7 +195,7 @@ class ModelMesh:
         ranks = self.context_ranks
         if ranks == 1:
             return ContextParallel()
-        one_memory = ranks == self.mesh.size and isinstance(self.mesh, Mesh) and device.are_peers(self.devices)
+        one_memory = ranks == self.mesh.size and self.has_one_memory
         return ContextParallel(dcp_axis=CONTEXT, dcp_world_size=ranks, one_memory=one_memory)
 
     # ------------------------------------------------------------------ caches

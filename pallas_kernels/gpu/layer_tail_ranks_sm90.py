@@ -9,13 +9,13 @@ down from this one, whose sender had read o's sums before; and so for down.
 """
 
 import jax
-import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.gpu import peer_memory_sm90 as peer_memory
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, THREADS, LayerTailConfig
-from pallas_kernels.gpu.peer_memory_sm90 import Table, told
+from pallas_kernels.gpu.peer_memory_sm90 import Table
 from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
 
 _PRODUCTS = 2  # whose sums are sent: o and down
@@ -23,11 +23,9 @@ _COLUMN_BYTES = 4  # of a column that is sent: a bfloat16, and half of the numbe
 
 
 def exchange(cfg: LayerTailConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(received i32[..], sums so far i32[..], table) of this rank. Call it on all ranks, in shard_map."""
-    received = jax.new_ref(jnp.zeros(_PRODUCTS * cfg.ranks * cfg.rows8 * cfg.hidden, jnp.int32))
-    so_far = jax.new_ref(jnp.zeros(_PRODUCTS * MAX_CTAS * THREADS, jnp.int32))
-    (table,) = told(cfg.ranks, (received, so_far))
-    return jax.freeze(received), jax.freeze(so_far), table
+    """See `exchange` of peer_memory_sm90.py. A counter has the sums so far of a product and a thread of a CTA."""
+    sent = _PRODUCTS * cfg.ranks * cfg.rows8 * cfg.hidden * _COLUMN_BYTES // 4
+    return peer_memory.exchange(cfg.ranks, sent, _PRODUCTS * MAX_CTAS * THREADS)
 
 
 def sum_over_ranks(cfg: LayerTailConfig, product: int, share: TokenShare, refs, cta, fours):

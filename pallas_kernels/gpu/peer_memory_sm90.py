@@ -4,9 +4,6 @@ XLA tells a launch the addresses of arrays on the other ranks if it asks for the
 before it, which takes 8 us. So one launch a step asks for them and stores them in an array, the table, for the others.
 """
 
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,23 +14,28 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
 
-def told(ranks: int, given: Sequence[Any], made: Sequence[jax.ShapeDtypeStruct] = ()) -> Sequence[jax.Array]:
-    """(the arrays `made` here, with any content; the table of these and of the Refs `given`). Call it on all ranks.
+def exchange(ranks: int, received: int, counters: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(received i32[received], counters i32[counters], table), the first two zeros. Call it on all ranks, in shard_map.
 
-    A table has two i32 for each array's address on each rank, then the number of this rank, and a 0. XLA takes `given`
-    for written: nothing else reads their memory. XLA may merge two calls with equal sizes: then their callers share it.
+    A table has two i32 for each array's address on each rank, then the number of this rank, and a 0.
+
+    Launches write to the first two, which XLA does not know: use them for nothing else, and copy none of them. Launches
+    that share them must run one after the other on a device, as XLA runs them on its stream and, unless it is told to
+    run what is independent at once (`xla_gpu_command_buffer_scheduling_mode`), in its CUDA graphs. XLA may merge two
+    calls with equal sizes: then their callers share what they get.
     """
 
     def peer_addresses(*refs):  # the kernel's name in a profile
-        own, table = refs[len(given) : -1], refs[-1]
-        _tell((*own, *refs[: len(given)]), table, ranks)
+        *arrays, table = refs
+        _tell(arrays, table, ranks)
 
-    words = 2 * (len(made) + len(given)) * ranks + 2
-    out_type = *made, jax.ShapeDtypeStruct((words,), jnp.int32)
+    arrays = [jax.new_ref(jnp.zeros(size, jnp.int32)) for size in (received, counters)]
+    out_type = jax.ShapeDtypeStruct((2 * len(arrays) * ranks + 2,), jnp.int32)
     mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=1, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(peer_addresses, out_type=out_type, mesh=mesh, compiler_params=params, name="peer_addresses")
-    return call(*given)
+    table = call(*arrays)
+    return *map(jax.freeze, arrays), table
 
 
 def _tell(refs, table, ranks: int):

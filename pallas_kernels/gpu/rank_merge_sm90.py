@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.gpu import peer_memory_sm90 as peer_memory
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.peer_memory_sm90 import Table, told
+from pallas_kernels.gpu.peer_memory_sm90 import Table
 from pallas_kernels.gpu.peer_words_sm90 import IF, PIECE, differs, place_of, store_piece
 
 THREADS = 128
@@ -51,16 +52,8 @@ class RankMerge:
 
 
 def exchange(cfg: RankMerge) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `merge_ranks` needs: (received i32, merges so far i32[pieces], table). Call it in shard_map on all ranks.
-
-    Launches write to the first two, which XLA does not know: use them for nothing else, and copy none of them. Two
-    merges that share them must run one after the other on a device, as XLA runs them on its stream and, unless it is
-    told to run what is independent at once (`xla_gpu_command_buffer_scheduling_mode`), in its CUDA graphs.
-    """
-    received = jax.new_ref(jnp.zeros((_SETS * cfg.ranks * cfg.pieces * _WORDS,), jnp.int32))
-    merges = jax.new_ref(jnp.zeros((cfg.pieces,), jnp.int32))
-    (table,) = told(cfg.ranks, (received, merges))
-    return jax.freeze(received), jax.freeze(merges), table
+    """What `merge_ranks` needs: see `exchange` of peer_memory_sm90.py. A counter has the merges so far of a piece."""
+    return peer_memory.exchange(cfg.ranks, _SETS * cfg.ranks * cfg.pieces * _WORDS, cfg.pieces)
 
 
 def merge_ranks(cfg: RankMerge, out, lse, peers) -> tuple[jax.Array, jax.Array]:

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.gpu import peer_memory_sm90 as peer_memory
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.peer_memory_sm90 import Table, told
+from pallas_kernels.gpu.peer_memory_sm90 import Table
 from pallas_kernels.gpu.peer_words_sm90 import PIECE, differs, place_of, store_piece
 
 THREADS = 128
@@ -53,15 +54,8 @@ class RankSum:
 
 
 def exchange(cfg: RankSum) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What `sum_ranks` needs: (received i32, sums so far i32[pieces], table). Call it in shard_map on all ranks.
-
-    Launches write to the first two, which XLA does not know: use them for nothing else, and copy none of them. Launches
-    that share them must run one after the other on a device; see `exchange` of rank_merge_sm90.py.
-    """
-    received = jax.new_ref(jnp.zeros((cfg.received,), jnp.int32))
-    so_far = jax.new_ref(jnp.zeros((cfg.pieces,), jnp.int32))
-    (table,) = told(cfg.ranks, (received, so_far))
-    return jax.freeze(received), jax.freeze(so_far), table
+    """What `sum_ranks` needs: see `exchange` of peer_memory_sm90.py. A counter has the sums so far of a piece."""
+    return peer_memory.exchange(cfg.ranks, cfg.received, cfg.pieces)
 
 
 def sum_ranks(cfg: RankSum, x: jax.Array, peers) -> jax.Array:
