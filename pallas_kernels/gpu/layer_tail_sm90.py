@@ -389,19 +389,19 @@ def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
     def store(ctx, target, acc, first_row, first_column):
         g, t, _, warp = ptx.lane_position()
         size = utils.bitwidth(ir.MemRefType(target.type).element_type) // 8
-        column = ptx.add(ptx.scalar_value(first_column), ptx.mul(warp, 16), g)
-        row = ptx.add(ptx.scalar_value(first_row), ptx.mul(t, 2))
+        column, row = (g, ptx.mul(t, 2)) if size == 4 else (ptx.mul(t, 2), g)
+        column = ptx.add(ptx.scalar_value(first_column), ptx.mul(warp, 16), column)
+        row = ptx.add(ptx.scalar_value(first_row), row)
         place = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(width)), ptx.to_i64(column))
         base = arith.addi(ptx.pointer(target, 0), arith.muli(place, ptx.i64(size)))
         for (second, token), pair in zip(rows.pair_places(acc), list(acc.registers.flat), strict=True):
-            for k in range(2):
-                offset = size * ((token + k) * width + 8 * second)
-                value = rows.pair_element(pair, k)
-                if size == 4:
-                    ptx.asm(f"st.global.f32 [$0+{offset}], $1;", "l,f", base, value)
-                else:
-                    text = f"{{ .reg .b16 v; cvt.rn.bf16.f32 v, $1; st.global.b16 [$0+{offset}], v; }}"
-                    ptx.asm(text, "l,f", base, value)
+            values = [rows.pair_element(pair, k) for k in range(2)]  # a column of two tokens
+            if size == 4:
+                for k, value in enumerate(values):
+                    ptx.asm(f"st.global.f32 [$0+{4 * ((token + k) * width + 8 * second)}], $1;", "l,f", base, value)
+            else:
+                word = ptx.transpose_8x8(ptx.pack_16bit(*values, "bfloat16"))  # two columns of a token
+                ptx.asm(f"st.global.b32 [$0+{2 * (token * width + 8 * second)}], $1;", "l,r", base, word)
 
     store(target, acc, first_row, first_column)
 
