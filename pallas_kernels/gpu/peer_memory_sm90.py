@@ -63,18 +63,16 @@ class Table:
     """
 
     def __init__(self, table, arrays, ranks: int):
-        self._base, self._count = ptx.pointer(table, 0), len(arrays)
+        self.ranks, self._base, self._count = ranks, ptx.pointer(table, 0), len(arrays)
         place = arith.addi(self._base, ptx.i64(8 * self._count * ranks))
         self.rank = ptx.asm_value("ld.global.b32 $0, [$1];", "=r,l", place)
-        own = arith.addi(self._base, ptx.to_i64(ptx.mul(self.rank, 8 * self._count)))
         for i, array in enumerate(arrays):  # if XLA has moved it, other ranks would write elsewhere, and all would wait
-            told = _load_address(arith.addi(own, ptx.i64(8 * i)))
+            told = self.address(self.rank, i)
             ptx.asm("{ .reg .pred p; setp.ne.u64 p, $0, $1; @p trap; }", "l,l", array, told)
 
-    def address(self, rank: int, array: int):
-        """The address of an array on a rank."""
-        return _load_address(arith.addi(self._base, ptx.i64(8 * (self._count * rank + array))))
-
-
-def _load_address(place):
-    return ptx.asm("ld.global.b64 $0, [$1];", "=l,l", place, result=ir.IntegerType.get_signless(64))
+    def address(self, rank, array: int):
+        """The address of an array on a rank, an int or i32."""
+        rank = ptx.i32(rank) if isinstance(rank, int) else rank
+        place = arith.addi(self._base, ptx.to_i64(ptx.mul(rank, 8 * self._count)))
+        place = arith.addi(place, ptx.i64(8 * array))
+        return ptx.asm("ld.global.b64 $0, [$1];", "=l,l", place, result=ir.IntegerType.get_signless(64))

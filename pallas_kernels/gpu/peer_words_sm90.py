@@ -13,6 +13,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
 PIECE = 4  # numbers
+KINDS = {"r": "b32", "f": "f32"}  # in PTX, of words by their constraint
 
 
 def place_of(base, number, size: int):
@@ -28,11 +29,16 @@ def differs(a, b: int):
 def store_piece(dtype: str, base, number, values: Sequence, works) -> None:
     """Stores four f32 as a piece of an array of this dtype, if `works` is not 0."""
     if dtype == "float32":
-        text = IF + "st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
-        ptx.asm(text, "l,r,f,f,f,f", place_of(base, number, 16), works, *values)
-        return
-    words = [ptx.pack_16bit(*values[i : i + 2], dtype) for i in (0, 2)]
-    ptx.asm(IF + "st.global.v2.b32 [$0], {$2, $3}; }", "l,r,r,r", place_of(base, number, 8), works, *words)
+        store_words(base, number, values, works, "f")
+    else:
+        store_words(base, number, [ptx.pack_16bit(*values[i : i + 2], dtype) for i in (0, 2)], works, "r")
+
+
+def store_words(base, number, words: Sequence, works, kind: str) -> None:
+    """Stores the words of a piece of an array, if `works` is not 0. kind: r of i32, f of f32."""
+    count = len(words)
+    text = IF + f"st.global.v{count}.{KINDS[kind]} [$0], {{{', '.join(f'${2 + k}' for k in range(count))}}}; }}"
+    ptx.asm(text, ",".join(("l", "r", *(kind,) * count)), place_of(base, number, 4 * count), works, *words)
 
 
 IF = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p "

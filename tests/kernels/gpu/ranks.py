@@ -34,8 +34,9 @@ class Ranks(Machine):
 
     def table(self, name: str) -> mock.Mock:
         """peer_memory_sm90.Table, whose first array has this name."""
-        address = lambda rank, _: np.full(self.lane.shape, self.starts[rank][name], np.int64)
-        return mock.Mock(rank=self.of_rank, address=address)
+        starts = np.array([places[name] for places in self.starts], np.int64)
+        address = lambda rank, _: np.broadcast_to(starts[rank], self.lane.shape)
+        return mock.Mock(rank=self.of_rank, ranks=len(self.starts), address=address)
 
     def no_other_byte_has_changed(self) -> bool:
         """Is what lies behind each array still 0?"""

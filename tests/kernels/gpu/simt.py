@@ -11,6 +11,7 @@ from unittest import mock
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.gpu import peer_sums_sm90 as peer_sums
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -319,7 +320,7 @@ def emulated(module, machine: Machine):
         return fragment
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
-    modules = {ptx, peer_words, token_share, token_tile, module}
+    modules = {ptx, peer_words, peer_sums, token_share, token_tile, module}
     swaps = [
         *(mock.patch.object(m, "arith", Arith) for m in modules if hasattr(m, "arith")),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),

@@ -26,9 +26,13 @@ def summed(machine: Ranks, config: RankSum, dtype: str, pieces: int, each: int) 
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "each"), [(2, "bfloat16", 1), (3, "float32", 2), (2, "float16", 3), (2, "float32", 1)]
-)
-def test_every_rank_has_the_sum_of_all_and_no_other_byte_changes(ranks, dtype, each):
+    ("ranks", "hops", "dtype", "each"),
+    [
+        (2, 1, "bfloat16", 1), (3, 1, "float32", 2), (2, 1, "float16", 3), (2, 1, "float32", 1),
+        (2, 2, "float32", 1), (3, 2, "bfloat16", 2), (4, 2, "float16", 1), (8, 2, "float32", 2),
+    ],
+)  # fmt: skip
+def test_every_rank_has_the_sum_of_all_and_no_other_byte_changes(ranks, hops, dtype, each):
     largest, rng = 200, np.random.default_rng(ranks)
     config = RankSum(ranks=ranks, pieces=largest)
     kind = jnp.dtype(dtype)
@@ -45,7 +49,8 @@ def test_every_rank_has_the_sum_of_all_and_no_other_byte_changes(ranks, dtype, e
         for rank, x in enumerate(xs):
             machine.read(rank, "x")[: x.size] = x
             machine.read(rank, "total")[:] = 7
-        summed(machine, config, dtype, pieces, each)
+        with mock.patch.object(kernel.peer_sums, "hops", lambda *_: hops):
+            summed(machine, config, dtype, pieces, each)
         times[:pieces] += 1
         want = xs[0].astype(np.float32)
         for x in xs[1:]:
