@@ -19,12 +19,16 @@ KV_HEADS = 64  # with a counter
 ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
 SHARES = 4  # of a token's columns, each added up by a CTA, at most
 SUMS = 160  # floats of a thread's accumulators, at most
+PAIR = 3.0  # microseconds that a pair of CTAs takes to exchange sums
 READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainProduct:
-    """y = x w of the chain. A strip is `pieces` * 64 columns of w; `splits` CTAs share the inner dimension of each."""
+    """y = x w of the chain. A strip is `pieces` * 64 columns of w; `splits` CTAs share the inner dimension of each.
+
+    Of a gated product two may, a pair: layer_tail_pairs_sm90.py.
+    """
 
     inner: int
     widths: tuple[int, ...]  # columns of each weight
@@ -151,6 +155,16 @@ class LayerTailConfig:
         return SCRATCH + (0 if self.attention is None else self.attention.state_floats)
 
     @property
+    def in_pairs(self) -> bool:
+        """Are CTAs launched in clusters of two, numbers 2 i and 2 i + 1?"""
+        return any(p.gated and p.splits > 1 for p in self.products)
+
+    @property
+    def ring_barriers(self) -> int:
+        """mbarriers of the stages of weights and of tokens."""
+        return 2 * (self.slots + self.token_stages)
+
+    @property
     def hidden(self) -> int:
         return self.products[0].width
 
@@ -180,7 +194,12 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(p.inner % (BLOCK * p.splits) != 0, f"inner {p.inner}: wanted a multiple of {BLOCK * p.splits}")
         refuse(p.width % p.columns != 0, f"widths {p.widths}: wanted a sum that is a multiple of {p.columns}")
         refuse(p.units > c.ctas, f"{p.units} units of {p.widths}: there are {c.ctas} CTAs")
-        refuse(p.gated and p.splits > 1, "a gated product is not split")
+        pair = p.splits == 2 and p.pieces == 2 and c.ctas % 2 == 0
+        refuse(
+            p.gated and p.splits > 1 and not pair,
+            f"a gated product of {p.pieces} pieces shared by {p.splits} of {c.ctas} CTAs: wanted 2 pieces shared by 2 "
+            "of an even number",
+        )
         halves = p.gated and (p.pieces % 2 > 0 or any(w % (p.pieces // 2 * PIECE) for w in p.widths))
         refuse(halves, f"{p.pieces} pieces of the gated {p.widths}: wanted strips of equal parts of both")
         needed = p.together * p.pieces
@@ -228,6 +247,8 @@ def choose(
         if best is None:
             return None
         chosen.append(best)
+    if any(p.gated and p.splits > 1 for p in chosen):
+        slots -= 1  # in whose place a pair receives sums
     sizes = dict(ctas=ctas, token_stages=stages, slots=slots, attention=attention)
     config = LayerTailConfig(rows=rows, products=tuple(chosen), **sizes, **fields)
     return None if supports(config) else config
@@ -246,7 +267,7 @@ def _ways(product: ChainProduct, rows8: int, ctas: int, slots: int):
     for pieces in (1, 2, 3, 4, 5, 6, 8):
         if (product.gated and pieces % 2) or pieces * rows8 // 2 > SUMS or product.width % (pieces * PIECE):
             continue
-        for splits in (1,) if product.gated else (1, 2, 3, 4, 5, 6, 7, 8):
+        for splits in ((1, 2) if pieces == 2 and ctas % 2 == 0 else (1,)) if product.gated else range(1, 9):
             if not product.gated and pieces * rows8 > 128:
                 continue
             if product.inner % (splits * BLOCK) == 0:
@@ -261,5 +282,5 @@ def micros(product: ChainProduct, rows8: int) -> float:
     p = product
     weights = p.inner * p.width * 2
     each = p.blocks * BLOCK * (p.columns + rows8) * 2
-    sums = 0 if p.gated else 2 * p.splits * rows8 * p.width * 4
-    return max(weights / READ_RATE, each * p.units / L2_RATE, each / SM_RATE) + sums / L2_RATE
+    sums = PAIR * (p.splits - 1) if p.gated else 2 * p.splits * rows8 * p.width * 4 / L2_RATE
+    return max(weights / READ_RATE, each * p.units / L2_RATE, each / SM_RATE) + sums

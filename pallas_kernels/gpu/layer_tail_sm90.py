@@ -35,6 +35,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
+from pallas_kernels.gpu import layer_tail_pairs_sm90 as pairs
 from pallas_kernels.gpu import layer_tail_ranks_sm90 as ranks
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
@@ -83,7 +84,8 @@ class _Refs:
     w_tile: object = None  # SMEM [slots, 128, 64]
     x_tile: object = None  # SMEM [token stages, T8, 128]
     scratch: object = None  # SMEM f32[config.scratch_floats]
-    barriers: object = None  # SMEM i32[4 (slots + token stages)], of mbarriers
+    barriers: object = None  # SMEM i32, of mbarriers
+    received: object = None  # with config.in_pairs: SMEM f32[pairs.received_floats]
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
@@ -134,7 +136,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
         given |= dict(out=next(take) if gives_rows else None)
         _kernel(c, _Refs(**given, **({n: next(take) for n in ("parts_of_heads", "part_stats")} if attends else {})))
 
-    mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg")
+    mesh = plgpu.Mesh(**pairs.grid(c), num_threads=3, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     a, *squares = a if isinstance(a, tuple) else (a,)
@@ -155,8 +157,9 @@ def _rings(cfg: LayerTailConfig) -> tuple[Ring, Ring]:
 def _kernel(cfg: LayerTailConfig, given: _Refs):
     """One CTA: allocates, then gives each warpgroup its role."""
 
-    def roles(w_tile, x_tile, scratch, barriers):
+    def roles(w_tile, x_tile, scratch, barriers, *received):
         own = dict(w_tile=w_tile, x_tile=x_tile, scratch=scratch, barriers=barriers)
+        own |= dict(received=received[0]) if received else {}
         refs = dataclasses.replace(given, **own)
         wg = lax.axis_index("wg")
         _start(cfg, refs)
@@ -164,8 +167,9 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
 
     w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), DTYPE, transforms=block_transforms(_WEIGHT_BLOCK))
     x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), DTYPE, transforms=block_transforms((cfg.rows8, BLOCK)))
-    barriers = plgpu.SMEM((4 * (cfg.slots + cfg.token_stages),), jnp.int32)
+    barriers = plgpu.SMEM((2 * cfg.ring_barriers + 2 * cfg.in_pairs,), jnp.int32)
     shared = [w_tile, x_tile, plgpu.SMEM((cfg.scratch_floats,), jnp.float32), barriers]
+    shared += [plgpu.SMEM((pairs.received_floats(cfg),), jnp.float32)] if cfg.in_pairs else []
     pl.run_scoped(roles, *shared, collective_axes="wg")
 
 
@@ -177,16 +181,16 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
         base, text = ptx.pointer(barriers, 3), "{ .reg .pred p; setp.eq.u32 p, $1, 0; "
         for ring in _rings(cfg):
             text += ring.initial()
-        ptx.asm(text + "}", "r,r", base, utils.thread_idx())
+        ptx.asm(text + pairs.initial(cfg) + "}", "r,r", base, utils.thread_idx())
         counter = utils.thread_idx()
         mine = arith.andi(ptx.less(counter, ptx.i32(arrivals.COUNTERS)), ptx.equal(ptx.scalar_value(cta), ptx.i32(0)))
         place = arrivals.address(cleared, counter)
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
         ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
-        ptx.asm("bar.sync 0;", "")
+        pairs.wait_for_start(cfg)
 
-    start(refs.barriers, refs.cleared, lax.axis_index("cta"))
+    start(refs.barriers, refs.cleared, pairs.number(cfg))
 
 
 def _is_active(product, cta):
@@ -195,12 +199,14 @@ def _is_active(product, cta):
 
 def _place(product, cta):
     """(strip, share of the inner dimension) of a CTA."""
+    if product.gated and product.splits > 1:
+        return lax.div(cta, jnp.int32(2)), lax.rem(cta, jnp.int32(2))
     return lax.rem(cta, jnp.int32(product.strips)), lax.div(cta, jnp.int32(product.strips))
 
 
 def _each(cfg: LayerTailConfig, run):
     """run(number of the product, product, weight blocks before it, token blocks before it), where this CTA has work."""
-    cta, weights, tokens = lax.axis_index("cta"), jnp.int32(0), jnp.int32(0)
+    cta, weights, tokens = pairs.number(cfg), jnp.int32(0), jnp.int32(0)
     for i, product in enumerate(cfg.products):
         before = weights, tokens
         run(i, product, *before)
@@ -210,7 +216,7 @@ def _each(cfg: LayerTailConfig, run):
 
 def _load_weights(cfg: LayerTailConfig, refs: _Refs):
     ring, _ = _rings(cfg)
-    cta = lax.axis_index("cta")
+    cta = pairs.number(cfg)
 
     def run(i, p, before, _):
         strip, share = _place(p, cta)
@@ -260,7 +266,7 @@ def _of_piece(p, weights, strip, piece, use):
 
 def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
     _, ring = _rings(cfg)
-    cta = lax.axis_index("cta")
+    cta = pairs.number(cfg)
     sources = refs.a, refs.n1, refs.h, refs.n2
 
     def run(i, p, _, before):
@@ -303,7 +309,7 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
 
 
 def _compute(cfg: LayerTailConfig, refs: _Refs):
-    cta = lax.axis_index("cta")
+    cta = pairs.number(cfg)
     if cfg.attention is not None:
         tail_attention.attend(cfg, refs)
     parts = iter(refs.parts)
@@ -315,7 +321,9 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < p.units)
         def _():
             accs, factors = _sums(cfg, refs, p, w_before, x_before)
-            if p.gated:
+            if p.gated and p.splits > 1:
+                pairs.store(cfg, refs, *accs, factors, strip * PIECE)
+            elif p.gated:
                 half = p.pieces // 2
                 for j in range(half):
                     gate, up = accs[j] * factors, accs[half + j] * factors
@@ -469,7 +477,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
-    add_up(*given, row, number, lax.axis_index("cta"), *refs.exchange)
+    add_up(*given, row, number, pairs.number(cfg), *refs.exchange)
 
 
 def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):

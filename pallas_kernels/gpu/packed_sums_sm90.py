@@ -156,9 +156,10 @@ def add_up(cfg, here: Results, base, split, wg):
         _store(cfg.dtype, place_of(here.out, row, ptx.i32(cfg.joined_width), at, ITEM_BYTES[cfg.dtype]), total, is_used)
 
 
-def of_peer(place, rank: int):
-    """The same SMEM address in another CTA of the cluster."""
-    return ptx.asm_value("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", place, ptx.i32(rank))
+def of_peer(place, rank):
+    """The same SMEM address in another CTA of the cluster, an int or i32."""
+    rank = ptx.i32(rank) if isinstance(rank, int) else rank
+    return ptx.asm_value("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", place, rank)
 
 
 def _one_scale(cfg, here: Results, column, is_used):

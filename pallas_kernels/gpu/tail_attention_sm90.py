@@ -23,6 +23,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
+from pallas_kernels.gpu import layer_tail_pairs_sm90 as pairs
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
@@ -85,7 +86,7 @@ def part_shapes(cfg: LayerTailConfig) -> tuple:
 
 def attend(cfg: LayerTailConfig, refs) -> None:
     """The compute warpgroup: this CTA's part."""
-    a, cta = cfg.attention, lax.axis_index("cta")
+    a, cta = cfg.attention, pairs.number(cfg)
     row = [refs.plan[cta, column] for column in range(PLAN_COLUMNS)]
 
     @when(row[TOKEN] >= 0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
+from pallas_kernels.gpu import layer_tail_pairs_sm90 as pairs
 from pallas_kernels.gpu import layer_tail_sm90 as kernel
 from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu.layer_tail_config import (
@@ -30,6 +31,8 @@ SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projec
     "Llama 13B": (5120, 5120, 13824, (5120, 5120, 5120)),
     "Llama 70B": (8192, 8192, 28672, (8192, 1024, 1024)),
     "Llama 70B, one of 8": (8192, 1024, 3584, (1024, 128, 128)),
+    "Llama 8B, one of 4": (4096, 1024, 3584, (1024, 256, 256)),
+    "Llama 8B, one of 8": (4096, 512, 1792, (512, 128, 128)),
     "TinyLlama": (2048, 2048, 5632, (2048, 256, 256)),
     "Mistral Nemo": (5120, 4096, 14336, (4096, 1024, 1024)),
     "Qwen3 0.6B": (1024, 2048, 3072, (2048, 1024, 1024)),
@@ -50,8 +53,9 @@ SHARED_BYTES = 226 * 1024  # of the 227 KB of a CTA on Hopper: a launch with 227
 
 def shared_bytes(c: LayerTailConfig) -> int:
     """Of a CTA: Mosaic aligns each array to 1 KB."""
-    arrays = c.slots * 128 * 64 * 2, c.token_stages * c.rows8 * 128 * 2, 4 * c.scratch_floats
-    return sum(-(-size // 1024) * 1024 for size in (*arrays, 16 * (c.slots + c.token_stages)))
+    arrays = [c.slots * 128 * 64 * 2, c.token_stages * c.rows8 * 128 * 2, 4 * c.scratch_floats]
+    arrays += [4 * pairs.received_floats(c)] * c.in_pairs
+    return sum(-(-size // 1024) * 1024 for size in (*arrays, 8 * (c.ring_barriers + c.in_pairs)))
 
 
 def chosen(names=SHAPES, rows=ROWS, ctas=(78, 114, 132)):
@@ -115,7 +119,10 @@ def config_of(**changes):
             dict(products=(ChainProduct(inner=2048, widths=(512,), pieces=8),)),
             "16 blocks of (512,) multiplied together",
         ),
-        (dict(products=(ChainProduct(inner=256, widths=(256, 256), gated=True, splits=2),)), "is not split"),
+        (dict(products=(ChainProduct(inner=256, widths=(256, 256), gated=True, splits=2),)), ""),
+        (dict(products=(ChainProduct(inner=256, widths=(256, 256), gated=True, splits=2),), ctas=131), "by 2 of 131"),
+        (dict(products=(ChainProduct(inner=512, widths=(256, 256), gated=True, splits=4),)), "shared by 4"),
+        (dict(products=(ChainProduct(inner=256, widths=(256, 256), gated=True, pieces=4, splits=2),)), "4 pieces"),
         (dict(products=(ChainProduct(inner=256, widths=(192, 192), gated=True, pieces=3),)), "equal parts of both"),
         (dict(products=(ChainProduct(inner=256, widths=(192, 192), gated=True, pieces=6),)), ""),
         (dict(products=(ChainProduct(inner=256, widths=(320, 320), gated=True, pieces=4),)), "a multiple of 256"),
@@ -262,7 +269,7 @@ class Launch:
         """(i, product, strip, split) of the CTA's units."""
         for i, p in enumerate(self.c.products):
             if cta < p.strips * p.splits:
-                yield i, p, cta % p.strips, cta // p.strips
+                yield i, p, *(divmod(cta, 2) if p.gated and p.splits > 1 else (cta % p.strips, cta // p.strips))
 
     def arrive(self, counter: int):
         self.counters[counter] = self.counters.get(counter, 0) + 1
@@ -311,7 +318,7 @@ class Launch:
                     strips = self.c.products[1].strips
                     width = self.c.products[1].widths[0] // strips  # columns of h that a strip gives
                     for strip in range(block * 128 // width, -(-(block + 1) * 128 // width)):
-                        assert ("h", strip) in self.written
+                        assert {("h", strip, half) for half in range(self.c.products[1].splits)} <= self.written
                 ring.held[stage] = i, block
                 ring.full[stage].arrive()
                 number += 1
@@ -381,7 +388,10 @@ class Launch:
                             self.used[wanted] = True
                     for ring, number, _ in taken:
                         ring.free[ring.place(number)[0]].arrive()
-                self.written.add(("h", strip) if p.gated else ("part", i, split, strip))
+                if p.gated and p.splits > 1:  # each of a pair sends what the other finishes
+                    self.written.add(("half", strip, split))
+                    yield lambda strip=strip, split=split: ("half", strip, 1 - split) in self.written
+                self.written.add(("h", strip, split) if p.gated else ("part", i, split, strip))
                 group = strip // (p.strips // arrivals.groups(self.c, i))
                 self.arrive(arrivals.columns_stored(i, group))
             if (i == 2 and self.c.adds_directly) or (i == 3 and self.c.gives_sums):
@@ -426,7 +436,7 @@ def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0, plan=Non
 SIMULATED = [
     ("Llama 1B", 1, 132), ("Llama 1B", 33, 132), ("Llama 1B", 64, 114), ("Llama 8B", 8, 78), ("Llama 7B", 57, 132),
     ("Llama 70B, one of 8", 16, 114), ("Qwen3 0.6B", 32, 132), ("hidden 896", 5, 132), ("small", 57, 132),
-    ("the last layer", 40, 132),
+    ("the last layer", 40, 132), ("Llama 8B, one of 4", 33, 132), ("Llama 8B, one of 8", 2, 114),
 ]  # fmt: skip
 
 
@@ -490,6 +500,7 @@ def test_the_simulation_sees_more_blocks_together_than_stages():
 @pytest.mark.parametrize(
     ("name", "rows", "attention"),
     [("small", 1, None), ("small", 13, None), ("Llama 1B", 64, None), ("the last layer", 32, None),
+     ("Llama 8B, one of 4", 1, None), ("Llama 8B, one of 4", 64, None), ("Llama 8B, one of 8", 24, None),
      ("Llama 1B", 4, attention_of(32, 8, 64)), ("the last layer", 5, attention_of(16, 4, 128, heads_first=False))],
 )  # fmt: skip
 def test_it_lowers_for_cuda(name, rows, attention):
