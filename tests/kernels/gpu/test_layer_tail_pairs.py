@@ -1,0 +1,65 @@
+"""A gated product by pairs of CTAs: all threads of a pair on the PTX model."""
+
+import types
+from unittest import mock
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.gpu import layer_tail_pairs_sm90 as kernel
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.layer_tail_config import THREADS, choose
+from tests.kernels.gpu.simt import Fragment, Machine, emulated
+
+SHARED, WIDTH = 2**16, 3584  # bytes of a CTA's shared memory, which lie one after the other before h; columns of h
+
+
+class Pair(Machine):
+    """Two CTAs that run in step: what one waits for has come."""
+
+    def __init__(self, tokens: int):
+        super().__init__(2 * THREADS, 2 * SHARED + 2 * tokens * WIDTH)
+        self.half, self.arrived = self.lane // THREADS, []
+
+    def run(self, text, *args):
+        if text.startswith("mbarrier.arrive"):
+            self.arrived.append(args[0])
+            return []
+        return [] if "try_wait" in text else super().run(text, *args)
+
+
+def fragment(numbers: np.ndarray) -> Fragment:
+    """f32 (64, T8) of each CTA, as the threads of both hold it."""
+    found, lane = Fragment(numbers.shape[1:], plgpu.Layout.WGMMA), np.arange(2 * THREADS)
+    warp, g, t = lane % THREADS // 32, lane % 32 // 4, lane % 4
+    for place, (second, token) in zip(np.ndindex(found.registers.shape), rows.pair_places(found), strict=True):
+        row = 16 * warp + 8 * second + g
+        found.registers[place] = tuple(numbers[lane // THREADS, row, token + 2 * t + k] for k in range(2))
+    return found
+
+
+@pytest.mark.parametrize("tokens", [8, 24, 64])
+def test_a_pair_adds_up_both_halves_of_the_inner_dimension_and_stores_each_column_once(tokens):
+    config = choose(tokens, 4096, 1024, WIDTH, (), 132)
+    assert config is not None and config.in_pairs
+    machine, rng, first = Pair(tokens), np.random.default_rng(tokens), 192
+    gate, up = rng.normal(size=(2, 2, 64, tokens)).astype(np.float32)
+    factors = np.broadcast_to(rng.uniform(0.5, 2, tokens).astype(np.float32), (2, 64, tokens))
+    here, column = machine.half * SHARED, np.int32(first)
+    refs = types.SimpleNamespace(h=np.full(2 * THREADS, 2 * SHARED, np.int64), received=here, barriers=here + 2**15)
+    peer = lambda place, rank: place + (rank - machine.half) * SHARED
+    with (
+        emulated(kernel, machine), mock.patch.object(kernel, "of_peer", peer),
+        mock.patch.object(kernel, "lax", types.SimpleNamespace(axis_index=lambda _: machine.half)),
+    ):  # fmt: skip
+        kernel.store(config, refs, *map(fragment, (gate, up, factors)), column)
+    gate, up = (x.astype(np.float64).sum(axis=0) * factors[0] for x in (gate, up))
+    wanted = (gate / (1 + np.exp(-gate)) * up).T
+    found = machine.memory[2 * SHARED :].view(ml_dtypes.bfloat16).reshape(tokens, WIDTH).astype(np.float64)
+    np.testing.assert_allclose(found[:, first : first + 64], wanted, rtol=2**-8, atol=1e-6)
+    assert not np.delete(found, range(first, first + 64), axis=1).any()
+    (barrier,) = machine.arrived  # of the other CTA, behind what it received
+    np.testing.assert_array_equal(barrier, (1 - machine.half) * SHARED + 2**15 + 8 * config.ring_barriers)
+    assert not machine.memory[: 2 * SHARED].reshape(2, SHARED)[:, 4 * kernel.received_floats(config) :].any()
