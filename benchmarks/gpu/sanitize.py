@@ -74,14 +74,16 @@ def attention(case: cases.KernelCase, **fields) -> dict:
     return row | dict(ok=bool(row["rel_err"] < 3e-2 and row["lse_err"] < 1e-2 and row["same_bits"]))
 
 
-def tail() -> dict:
-    """A small layer's tail."""
-    weights, scales = layer_tail.layer((1024, 1024, 2048, (1024, 256, 256)), 0)
-    a, x = (jax.random.normal(key, (8, 1024), jnp.bfloat16) for key in jax.random.split(jax.random.key(1)))
+def tail(shape: tuple, in_pairs: bool) -> dict:
+    """A small layer's tail. in_pairs: pairs of CTAs share a strip of gate and up."""
+    weights, scales = layer_tail.layer(shape, 0)
+    hidden, heads, *_ = shape
+    keys = jax.random.split(jax.random.key(1))
+    a, x = (jax.random.normal(key, (8, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
     config = tail_op.config_of(8, a.dtype, weights, scales, layer_tail.NORMS)
     found = layer_tail.chain(config, a, x, [(weights, scales)])[0]
     error = layer_tail.furthest(found, layer_tail.exactly(a, x, weights, scales))
-    return dict(error=error, ok=config is not None and error < 3e-2)
+    return dict(error=error, ok=config is not None and config.in_pairs == in_pairs and error < 3e-2)
 
 
 def product_of_many_rows(gated: bool) -> dict:
@@ -127,7 +129,8 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
         found |= {f"packed{rows} {form}": functools.partial(packed, form, rows) for rows in (8, 70)}
     found |= {"control race": faults.race, "control bounds": faults.bounds}
     found |= {f"many_rows {'gated' if g else 'joined'}": functools.partial(product_of_many_rows, g) for g in (0, 1)}
-    return found | {"layer_tail": tail}
+    found["layer_tail"] = functools.partial(tail, (1024, 1024, 2048, (1024, 256, 256)), in_pairs=False)
+    return found | {"layer_tail pairs": functools.partial(tail, (2048, 512, 1792, (512, 128, 128)), in_pairs=True)}
 
 
 def find_sanitizer() -> str | None:
