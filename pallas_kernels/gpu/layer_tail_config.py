@@ -241,16 +241,16 @@ def choose(
         wanted.append(ChainProduct(inner=hidden, widths=next_widths))
     rows8 = -(-rows // 8) * 8
     stages, slots = _ring_sizes(rows8, attention)
-    chosen = []
-    for product in wanted:
-        best = min(_ways(product, rows8, ctas, slots), key=lambda p: micros(p, rows8), default=None)
-        if best is None:
-            return None
-        chosen.append(best)
-    if any(p.gated and p.splits > 1 for p in chosen):
+    best = lambda product: min(_ways(product, rows8, ctas, slots), key=lambda p: micros(p, rows8), default=None)
+    gated = best(wanted[1])
+    if gated is not None and gated.splits > 1:
         slots -= 1  # in whose place a pair receives sums
+    ways = (gated if product.gated else best(product) for product in wanted)
+    chosen = tuple(way for way in ways if way is not None)
+    if len(chosen) < len(wanted):
+        return None
     sizes = dict(ctas=ctas, token_stages=stages, slots=slots, attention=attention)
-    config = LayerTailConfig(rows=rows, products=tuple(chosen), **sizes, **fields)
+    config = LayerTailConfig(rows=rows, products=chosen, **sizes, **fields)
     return None if supports(config) else config
 
 
