@@ -19,7 +19,7 @@ KV_HEADS = 64  # with a counter
 ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
 SHARES = 4  # of a token's columns, each added up by a CTA, at most
 SUMS = 160  # floats of a thread's accumulators, at most
-PAIR = 3.0  # microseconds that a pair of CTAs takes to exchange sums
+PAIR = 3.0  # microseconds that a pair of CTAs must save: it exchanges sums, and takes a stage of the ring for them
 READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
 
 

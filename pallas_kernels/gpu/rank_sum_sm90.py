@@ -3,8 +3,8 @@
 A thread has pieces, four numbers each, which it adds up with the same thread of every other rank (peer_sums_sm90.py):
 all ranks have equal bits.
 
-Two sets of words take turns. A rank that stores to a set has had all words of the sum before, whose senders had then
-read that set's.
+Two sets of words take turns. A rank that stores to a set has had the sum before, to which every rank had sent after it
+had read that set's.
 """
 
 import dataclasses
