@@ -30,6 +30,15 @@ from jattn.engine.shapes import StepShape
 from jattn.engine.shared_prefix import SharedPrefixRule
 from jattn.engine.step_loop import StepLoop
 from jattn.errors import EngineDeadError, UnsupportedError
+from jattn.text.tokenizer import tokenizer_fingerprint
+
+FOLDER_PARTS = dict(
+    model="config.json or generation_config.json", weights="the weights", tokenizer="the files of the tokenizer"
+)
+"""What processes compare by checksum -> its name in an error."""
+
+JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+"""Settings of JAX that decide dtypes and tokens, so that processes with others exchange arrays of other sizes."""
 
 PLANS_CHECKED_EVERY = 16
 """Every 16th dispatch adds its plan and block tables to the checksum; every dispatch adds its tokens."""
@@ -56,9 +65,9 @@ class LockStepEngine(Engine):
             )
         self.processes = processes
         start = dict(
-            model=zlib.crc32(repr(config).encode()), mesh=dict(mesh.shape),
+            model=_checksum(config), mesh=dict(mesh.shape),
             devices=[device.id for device in mesh.devices.flat], weights=fingerprint,
-            seed=secrets.randbits(63) if seed is None else seed, jax=jax.__version__,
+            seed=secrets.randbits(63) if seed is None else seed, **_own_jax(),
             **{name: repr(value) for name, value in options.items() if name != "chat_template"},
         )  # fmt: skip
         agreed = _agree(processes, "start", start, free=("seed",) if seed is None else ())
@@ -71,16 +80,18 @@ class LockStepEngine(Engine):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, *, processes: Processes, **options: Any) -> "LockStepEngine":
-        """As Engine.from_pretrained. Processes with other options, weights or JAX end before they load a weight.
+        """As Engine.from_pretrained. Processes with other options, files or JAX end before they load a weight.
 
         Weights that are divided or quantised in another way would end in a collective operation that never ends.
         """
         from jattn.models import checkpoint, load_config
 
-        load_config(directory)  # first, because its error says more of a folder that is not there
+        config = load_config(directory)  # first, because its error says more of a folder that is not there
         fingerprint = checkpoint.fingerprint(directory)
         given = {name: repr(value) for name, value in options.items() if name not in ("progress", "seed")}
-        _agree(processes, "given", dict(jax=jax.__version__, weights=fingerprint) | given)
+        tokenizer = tokenizer_fingerprint(directory)  # each process looks for stop strings
+        files = dict(model=_checksum(config), weights=fingerprint, tokenizer=tokenizer)
+        _agree(processes, "given", _own_jax() | files | given)
         made = super().from_pretrained(directory, fingerprint=fingerprint, processes=processes, **options)
         assert isinstance(made, LockStepEngine)
         return made
@@ -192,11 +203,24 @@ class LockStepEngine(Engine):
 
 def _agree(processes: Processes, key: str, mine: dict[str, Any], free: tuple[str, ...] = ()) -> dict[str, Any]:
     """What process 0 has for `mine`; ValueError if this process has anything else, but for the names in `free`."""
+    mine = dict(num_processes=processes.count) | mine
     agreed = processes.agree(key, mine)
-    if wrong := [name for name, value in mine.items() if name not in free and agreed.get(name) != value]:
-        told = ", ".join(f"{name}={mine[name]} and there {agreed.get(name)}" for name in wrong)
-        raise ValueError(f"process {processes.id} and process 0 were started differently: here {told}")
+    wrong = [name for name, value in mine.items() if name not in free and agreed.get(name) != value]
+    told = [f"here {name}={mine[name]} and there {agreed.get(name)}" for name in wrong if name not in FOLDER_PARTS]
+    if files := [part for name, part in FOLDER_PARTS.items() if name in wrong]:
+        told.append(f"{' and '.join(files)} are not those of process 0's folder")
+    if told:
+        raise ValueError(f"process {processes.id} and process 0 were started differently: {', '.join(told)}")
     return agreed
+
+
+def _checksum(config: Any) -> int:
+    return zlib.crc32(repr(config).encode())
+
+
+def _own_jax() -> dict[str, Any]:
+    """What must be equal in the JAX of all processes."""
+    return dict(jax=jax.__version__) | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 
 class _LockStepLoop(StepLoop):

@@ -90,8 +90,10 @@ class Processes:
         waits for them, and JAX aborts the process after ABORT_SECONDS.
         """
         _host_and_port("coordinator", coordinator)
-        if count < 2 or not 0 <= id < count:
-            raise ValueError(f"process {id} of {count}: there must be at least 2, with ids from 0 to {count - 1}")
+        if count < 2:
+            raise ValueError(f"{count} processes: there must be at least 2; a single one needs no coordinator")
+        if not 0 <= id < count:
+            raise ValueError(f"process {id} of {count}: the ids are 0 to {count - 1}")
         if not 0 < seconds <= MAX_SECONDS:
             raise ValueError(
                 f"the time-out of a process, {seconds} seconds, must be above 0 and at most {MAX_SECONDS:g}"
@@ -290,7 +292,7 @@ def _connect(coordinator: str, count: int, id: int, options: dict[str, Any]) -> 
 def _host_and_port(name: str, address: str) -> tuple[str, int]:
     """HOST:PORT in two parts; ValueError if it is not that."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+    if not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{name}={address!r} must be HOST:PORT, an address of process 0, with a port from 1 to 65535")
     return host.strip("[]"), int(port)
 

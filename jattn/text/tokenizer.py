@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -107,6 +108,16 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
         "the fast format, or pass token ids to an Engine made without a tokenizer"
     )
+
+
+def tokenizer_fingerprint(directory: str | Path) -> int:
+    """A checksum of the files that `load_tokenizer` reads, equal for equal tokenizers."""
+    checksum = 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        path = Path(directory) / name
+        if is_there(path):
+            checksum = zlib.crc32(f"{name} {read_text(path, MAX_LISTED_BYTES)}".encode(), checksum)
+    return checksum
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """LockStepEngine and Processes without other processes: a store in memory, two engines in this one."""
 
+import json
 import socket
 import threading
 import time
@@ -122,8 +123,57 @@ def test_processes_that_were_started_differently_do_not_start(processes):
 def test_folders_with_other_weights_do_not_start(processes):
     make, _, _ = processes
     engine(make(0), deterministic=True, fingerprint=7)
-    with pytest.raises(ValueError, match="started differently: here weights=8 and there 7"):
+    with pytest.raises(ValueError, match="started differently: the weights are not those of process 0's folder$"):
         engine(make(1), deterministic=True, fingerprint=8)
+
+
+def folder_of(path, unk_token="", **changes):
+    path.mkdir()
+    tiny.write(path, tiny.CONFIG | changes)
+    (path / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="ByT5Tokenizer", unk_token=unk_token)))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(unk_token="?"), "the files of the tokenizer are not"),
+        (dict(eos_token_id=3), "config.json or generation_config.json are not"),
+    ],
+    ids=["tokenizer", "config"],
+)
+def test_another_file_of_the_folder_is_named_before_a_weight_is_loaded(
+    processes, tmp_path, monkeypatch, changes, words
+):
+    """With another tokenizer a stop string would end a request at another token."""
+    make, _, _ = processes
+    options = dict(mesh=mesh(2), num_blocks=9, block_size=4)
+    LockStepEngine.from_pretrained(folder_of(tmp_path / "0"), processes=make(0), **options)
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    other = folder_of(tmp_path / "1", **changes)
+    with pytest.raises(ValueError, match=f"started differently: {words} those of process 0's folder$"):
+        LockStepEngine.from_pretrained(other, processes=make(1), **options)
+
+
+def test_settings_of_jax_that_change_the_programs_are_compared(processes):
+    """JAX aborts processes whose arrays have other sizes."""
+    make, _, _ = processes
+    engine(make(0), deterministic=True)
+    with (
+        jax.default_matmul_precision("highest"),
+        pytest.raises(ValueError, match="here jax_default_matmul_precision=highest and there None"),
+    ):
+        engine(make(1), deterministic=True)
+
+
+def test_another_number_of_processes_is_named(processes):
+    """Else a process would wait for the others that it expects, and end all after its time-out."""
+    make, _, _ = processes
+    engine(make(0), deterministic=True)
+    other = make(1)
+    other.count = 3
+    with pytest.raises(ValueError, match="started differently: here num_processes=3 and there 2$"):
+        engine(other, deterministic=True)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +355,9 @@ def test_an_error_of_the_connection_reaches_the_caller(monkeypatch, error, seen)
     [
         ("host", 2, 0, 1, "HOST:PORT"),
         ("host:port", 2, 0, 1, "HOST:PORT"),
-        ("host:1", 1, 0, 1, "at least 2"),
-        ("host:1", 2, 2, 1, "ids from 0 to 1"),
+        ("http://host:1", 2, 1, 1, "HOST:PORT"),
+        ("host:1", 1, 0, 1, "1 processes: there must be at least 2"),
+        ("host:1", 2, 2, 1, "process 2 of 2: the ids are 0 to 1"),
         ("host:1", 2, 0, 0, "0 seconds, must be above 0"),
         ("host:1", 2, 0, float("inf"), "at most 86400"),
         ("host:1", 2, 0, float("nan"), "at most 86400"),
