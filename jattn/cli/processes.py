@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import NoReturn
@@ -14,6 +15,9 @@ from jattn.errors import EngineDeadError
 
 TIMEOUT = 30.0
 """The default of --process-timeout."""
+
+_ending = threading.RLock()
+"""Held by the thread that ends this process, so that its sentence is the only one."""
 
 Command = Callable[[argparse.Namespace, Processes | None], int]
 
@@ -75,6 +79,7 @@ def _follow(args: argparse.Namespace, processes: Processes) -> int:
 
 def _fail(processes: Processes, error: BaseException) -> NoReturn:
     """Print the error, tell the others, and end at once: threads may wait for other processes for ever."""
+    _ending.acquire()
     dead = next((each for each in (error, error.__cause__) if isinstance(each, EngineDeadError)), None)
     if dead is not None:
         _end(processes, str(dead))
@@ -92,6 +97,7 @@ def _fail(processes: Processes, error: BaseException) -> NoReturn:
 
 def _end(processes: Processes, why: str) -> NoReturn:
     """End this process, because it or another one failed."""
+    _ending.acquire()
     ends = f"process {processes.id} of {processes.count} ends: start all of them again"
     print(f"jattn: {why}; {ends}", file=sys.stderr, flush=True)
     processes.fail(why)
