@@ -1,7 +1,7 @@
 """What an Engine is made of: the rules of its options, its model, and its mesh. A refusal lists every reason."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from typing import Any
 
@@ -26,6 +26,13 @@ OPTIONS = dict(
 
 MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_parallel="context")
 """Option of from_pretrained -> the mesh axis of that size, outermost first."""
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """The error of the first option that breaks its rule: from_pretrained calls it before it loads weights."""
+    for name, value in options.items():
+        if name in OPTIONS:
+            OPTIONS[name](name, value)
 
 
 def check_decoder_only(config: Any) -> None:

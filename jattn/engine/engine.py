@@ -143,6 +143,7 @@ class Engine:
         from jattn import models
 
         device.check_context(PLACES)
+        construction.check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel))
         mesh = construction.mesh_of(
             mesh, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
             decode_context_parallel=decode_context_parallel,

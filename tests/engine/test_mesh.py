@@ -443,6 +443,23 @@ def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
         Engine.from_pretrained(tmp_path, tensor_parallel=2, mesh=mesh(2))
 
 
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (dict(mesh="tensor"), "mesh must be Mesh, got str"),
+        (dict(mesh=jax.sharding.AbstractMesh((2,), ("tensor",))), "mesh must be Mesh, got AbstractMesh"),
+        (dict(expert_parallel="no", data_parallel=2), "expert_parallel='no' must be"),
+        (dict(block_size=0), "block_size=0 must be a positive integer"),
+    ],
+    ids=["no mesh", "a mesh without devices", "no boolean", "an option of the engine"],
+)
+def test_a_wrong_option_is_named_before_a_weight_is_loaded(tmp_path, monkeypatch, option, words):
+    tiny.write(tmp_path)
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises((TypeError, ValueError), match=words):
+        Engine.from_pretrained(tmp_path, **option)
+
+
 def test_a_mesh_with_a_device_twice_is_refused():
     config, device = models.config_of(COMMON | dict(model_type="llama")), jax.devices()[0]
     with pytest.raises(ValueError, match=r"a device more than once: \[0, 0\]"):
