@@ -12,19 +12,19 @@ from jattn.engine import plan as planning
 from jattn.engine.construction import check_decoder_only
 from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import dtype_name
+from jattn.errors.arguments import dtype_name, integer, optional
 from jattn.models import QUANTIZATIONS, load_config
 from jattn.models.load import stored_dtype_and_method, stored_weights
 
 HEAD = (
     "layout", "weights", "activations", "cache", "tokens", "batch", "context", "decode, ms (rows)", "prefill, ms",
 )  # fmt: skip
-NOTE = """\
+NOTE = f"""\
 Bytes are of each device; --max-num-seqs and --max-num-batched-tokens are those of each data rank; batch and rows are
 of all. Cache: what the engine takes for --max-num-seqs sequences of `tokens` tokens. Batch: the most sequences of that
-length; context: the longest sequence alone. Activations are an estimate. Times are lower bounds: bytes / bandwidth or
-FLOP / peak, and the bytes of collectives over the links; decode with sequences of full length, prefill of the first
---max-num-batched-tokens tokens."""
+length, up to {planning.MAX_BATCH} for each data rank; context: the longest sequence alone. Activations are an
+estimate. Times are lower bounds: bytes / bandwidth or FLOP / peak, and the bytes of collectives over the links; decode
+with sequences of full length, prefill of the first --max-num-batched-tokens tokens."""
 
 
 def add(commands) -> None:
@@ -69,8 +69,7 @@ def run(args: argparse.Namespace) -> int:
     if args.memory_fraction is not None and not 0 < args.memory_fraction <= 1:
         raise ValueError(f"--memory-fraction {args.memory_fraction} must be above 0 and at most 1")
     for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be 1 or more")
+        optional(integer(1))(f"--{name.replace('_', '-')}", getattr(args, name))
     if args.cache_dtype is not None:
         args.cache_dtype = dtype_name("--cache-dtype", args.cache_dtype)
     config, (dtype, method) = load_config(args.model), stored_dtype_and_method(args.model)
@@ -113,7 +112,7 @@ def _as_json(kind: DeviceKind, count: int, plans: list[planning.LayoutPlan], dty
 def _show(kind: DeviceKind, count: int, plans: list[planning.LayoutPlan]) -> None:
     """A table of the layouts that run, then those that do not, with the reasons."""
     print(
-        f"{count} x {kind.name}: {planning.gib(kind.memory)}, {kind.bandwidth / 1e9:.0f} GB/s, "
+        f"{count} x {kind.name}: {planning.size_text(kind.memory)}, {kind.bandwidth / 1e9:.0f} GB/s, "
         f"{kind.peak / 1e12:.4g} TFLOP/s, link {kind.link / 1e9:.0f} GB/s"
     )
     rows = [_row(plan) for plan in plans if plan.refused is None]
@@ -135,4 +134,4 @@ def _row(plan: planning.LayoutPlan) -> tuple[str, ...]:
     counts = (plan.max_model_len, plan.largest_batch, plan.largest_context)
     decode = ", ".join(f"{1e3 * seconds:.3g} ({rows})" for rows, seconds in (plan.decode_seconds or {}).items())
     prefill = f"{1e3 * (plan.prefill_seconds or 0):.3g}"
-    return str(plan.layout), *(planning.gib(size or 0) for size in sizes), *map(str, counts), decode, prefill
+    return str(plan.layout), *(planning.size_text(size or 0) for size in sizes), *map(str, counts), decode, prefill

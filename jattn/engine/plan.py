@@ -125,7 +125,7 @@ class _Planner:
         cache = sum(n * size for n, size in zip(pools, self.cache.block_bytes, strict=True))
         if cache + activations > self.free:
             raise CacheFullError(
-                f"{self.needs(activations)} and the {gib(cache)} of cache that the engine takes do not fit the "
+                f"{self.needs(activations)} and the {size_text(cache)} of cache that the engine takes do not fit the "
                 f"{self.usable_text} of each device; lower max_num_seqs or max_num_batched_tokens"
             )
         memory = min(share, self.free - activations)
@@ -149,12 +149,12 @@ class _Planner:
 
     def needs(self, activations: int) -> str:
         """Weights and activations, in an error."""
-        return f"{gib(self.weight_bytes)} of weights, about {gib(activations)} of activations"
+        return f"{size_text(self.weight_bytes)} of weights, about {size_text(activations)} of activations"
 
     @property
     def usable_text(self) -> str:
         """The memory that JAX may use, in an error."""
-        return f"{gib(self.free + self.weight_bytes)} that JAX may use"
+        return f"{size_text(self.free + self.weight_bytes)} that JAX may use"
 
 
 def _largest(holds: Callable[[int], bool], most: int) -> int:
@@ -166,9 +166,9 @@ def _largest(holds: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def gib(size: float) -> str:
-    """A number of bytes as text."""
-    return f"{size / 2**30:.1f} GiB"
+def size_text(size: float) -> str:
+    """A number of bytes as text: in GiB, and less than one in MiB."""
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def as_dict(plan: LayoutPlan) -> dict[str, Any]:

@@ -20,6 +20,7 @@ def test_a_table_for_each_kind_of_device(folder, capsys):
     printed = capsys.readouterr().out
     assert "2 x h200: 131.3 GiB, 4800 GB/s" in printed and "1 x l4: 22.4 GiB" in printed
     assert "tensor 2, data 1, context 1" in printed and "tensor 1, data 1, context 2" in printed
+    assert " MiB " in printed and "0.0 GiB" not in printed, "weights of a small model look like none"
 
 
 def test_json_moves_with_every_option(folder, capsys):
@@ -47,7 +48,8 @@ WRONG = {
     "empty": (["--devices", "l4", "--model", ""], "--model is empty"),
     "dtype": (["--devices", "l4", "--cache-dtype", "bf17"], "--cache-dtype"),
     "fraction": (["--devices", "l4", "--memory-fraction", "2"], "--memory-fraction 2.0 must be"),
-    "seqs": (["--devices", "l4", "--max-num-seqs", "0"], "--max-num-seqs 0 must be 1 or more"),
+    "seqs": (["--devices", "l4", "--max-num-seqs", "0"], "--max-num-seqs=0 must be a positive integer"),
+    "tokens": (["--devices", "l4", "--max-num-batched-tokens", f"{10**400}"], "is outside int32"),
 }
 
 
