@@ -38,9 +38,10 @@ class Inbox:
         self._is_scheduled = False  # _has_updates.set is scheduled, and get() has not run since
 
     def put(self, index: int, update: Update) -> None:
-        """From any thread. index: of the prompt in its body."""
+        """From any thread. index: of the prompt in its body. An error is the last update, and is kept."""
         with self._lock:
-            self._updates[index] = update
+            if not isinstance(self._updates.get(index), Exception):
+                self._updates[index] = update
             must_schedule, self._is_scheduled = not self._is_scheduled, True
         if must_schedule:
             with contextlib.suppress(RuntimeError):  # the event loop is closed: there is no reader
@@ -116,8 +117,8 @@ class EngineLoop:
             self._closed = self._closed or why
 
     def stop(self, why: str = "the server is shutting down") -> None:
-        """End every stream with an error, then the thread."""
-        self._commands.put(lambda: self._stop_all(why))
+        """End every stream with an error, then the thread. Streams do not wait for the engine, which may compile."""
+        self._stop_all(why)
         self._commands.put(None)
 
     def fail(self, error: BaseException) -> None:
@@ -172,6 +173,13 @@ class EngineLoop:
         return OutputStream(inbox, len(ids), lambda: self._request_abort(requests))
 
     # ------------------------------------------------------------------ in any thread
+    def _stop_all(self, why: str) -> None:
+        with self._lock:
+            self._closed = why
+            requests, self._requests = list(self._requests.values()), {}
+        for request in requests:
+            request.inbox.put(request.index, StoppedError(why))
+
     def _request_abort(self, requests: list[_EngineRequest]) -> None:
         with self._lock:
             unfinished = [request for request in requests if self._requests.get(request.id) is request]
@@ -230,10 +238,3 @@ class EngineLoop:
     def _remove(self, request: _EngineRequest) -> None:
         with self._lock:
             self._requests.pop(request.id, None)
-
-    def _stop_all(self, why: str) -> None:
-        with self._lock:
-            self._closed = why
-            requests, self._requests = list(self._requests.values()), {}
-        for request in requests:
-            request.inbox.put(request.index, StoppedError(why))

@@ -179,6 +179,33 @@ def test_a_broken_engine_ends_every_stream_and_accepts_nothing_more():
         assert not loop.healthy and isinstance(loop.failure, ZeroDivisionError)
 
 
+def test_streams_end_at_once_where_a_step_takes_longer_than_clients_wait():
+    """A step may compile for minutes (--no-warmup), and the server cuts its connections after some seconds."""
+    with running() as loop:
+
+        async def main():
+            with held(loop.engine):
+                stream = loop.submit("a", ["x"], params(max_tokens=200))
+                await asyncio.sleep(0.05)
+                loop.stop()
+                with pytest.raises(StoppedError, match="shutting down"):
+                    await asyncio.wait_for(stream.finished(), 1)
+
+        asyncio.run(main())
+
+
+def test_an_output_that_comes_after_an_error_does_not_replace_it():
+    """The engine's thread may deliver an output while another thread ends all streams."""
+
+    async def main():
+        inbox = Inbox()
+        inbox.put(0, StoppedError("the end"))
+        inbox.put(0, 5)
+        assert str((await inbox.get())[0]) == "the end"
+
+    asyncio.run(main())
+
+
 def test_an_inbox_keeps_the_newest_and_wakes_its_reader_once():
     async def main():
         inbox, calls = Inbox(), []
