@@ -76,18 +76,11 @@ def _run(argv: Sequence[str] | None) -> int:
     except screen.EXPECTED as error:
         if isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None:  # of print, mostly
             return _unwritten(error)
-        print(f"jattn: {_told(error)}", file=sys.stderr)
+        print(f"jattn: {screen.told(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         signals.say(signal.SIGINT)
         return signals.CODES[signal.SIGINT]
-
-
-def _told(error: BaseException) -> str:
-    """The message of an error. Of the operating system's: the file, and what is wrong with it."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
 
 
 def _unwritten(error: OSError) -> int:

@@ -1,6 +1,7 @@
 """--coordinator, --num-processes, --process-id: a command that several processes run together."""
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -18,6 +19,9 @@ TIMEOUT = 30.0
 
 _ending = threading.RLock()
 """Held by the thread that ends this process, so that its sentence is the only one."""
+
+_is_terminated = threading.Event()
+"""Set by SIGTERM in process 0: the KeyboardInterrupt that follows is not Ctrl-C."""
 
 Command = Callable[[argparse.Namespace, Processes | None], int]
 
@@ -51,7 +55,11 @@ def run(args: argparse.Namespace, command: Command) -> int:
     keep_freed_memory()  # before JAX starts its threads
     processes = _join(args)
     try:
-        code = (command if processes.leads else _follow)(args, processes)
+        if processes.leads:
+            signal.signal(signal.SIGTERM, _terminate)  # JAX has taken it, and ignores it
+            code = command(args, processes)
+        else:
+            code = _follow(args, processes)
         processes.leave()
     except BaseException as error:
         _fail(processes, error)
@@ -68,8 +76,15 @@ def _join(args: argparse.Namespace) -> Processes:
 
 
 def _follow(args: argparse.Namespace, processes: Processes) -> int:
-    """What the other processes do. SIGTERM reaches process 0, which lets requests finish and ends all of them."""
-    signal.signal(signal.SIGTERM, lambda *_: processes.ask_leader_to_stop())
+    """What the other processes do. SIGTERM and Ctrl-C reach process 0, which ends all of them; a server lets requests
+    finish. A second Ctrl-C ends this process."""
+
+    def ask(number: int, frame: object) -> None:
+        processes.ask_leader_to_stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGTERM, ask)
+    signal.signal(signal.SIGINT, ask)
     with signals.left_to_others():
         engine = options.make_engine(args, processes=processes)
         assert isinstance(engine, LockStepEngine)
@@ -80,19 +95,32 @@ def _follow(args: argparse.Namespace, processes: Processes) -> int:
 def _fail(processes: Processes, error: BaseException) -> NoReturn:
     """Print the error, tell the others, and end at once: threads may wait for other processes for ever."""
     _ending.acquire()
+    with contextlib.suppress(ValueError):  # not the main thread, which alone has signals
+        for number in signals.SENTENCES:
+            signal.signal(number, signal.SIG_IGN)  # another one would leave the lines below
     dead = next((each for each in (error, error.__cause__) if isinstance(each, EngineDeadError)), None)
     if dead is not None:
         _end(processes, str(dead))
-    code = 1
+    code, why = 1, " ".join(screen.told(error).split()) or type(error).__name__
     if isinstance(error, SystemExit):  # SIGTERM, which has printed its sentence
-        code = int(error.code or 0)
+        code, why = int(error.code or 0), signals.SENTENCES[signal.SIGTERM]
+    elif isinstance(error, KeyboardInterrupt):
+        number = signal.SIGTERM if _is_terminated.is_set() else signal.SIGINT
+        signals.say(number)
+        code, why = signals.CODES[number], signals.SENTENCES[number]
     elif isinstance(error, screen.EXPECTED):
-        print(f"jattn: {error}", file=sys.stderr, flush=True)
+        print(f"jattn: {screen.told(error)}", file=sys.stderr, flush=True)
         code = 2
     else:
         traceback.print_exception(error)
-    processes.fail(f"process {processes.id} has ended ({' '.join(str(error).split()) or type(error).__name__})")
+    processes.fail(f"process {processes.id} has ended ({why})")
     os._exit(code)
+
+
+def _terminate(number: int, frame: object) -> None:
+    """Of process 0, until a server has its own handler. Ends as after Ctrl-C, which waits for the end of a step."""
+    _is_terminated.set()
+    signal.raise_signal(signal.SIGINT)
 
 
 def _end(processes: Processes, why: str) -> NoReturn:

@@ -15,6 +15,13 @@ Report = Callable[[int, int, str], None]
 """report(done, total, what): called before each part of a long task."""
 
 
+def told(error: BaseException) -> str:
+    """The message of an error. Of the operating system's: the file, and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], plain: str) -> None:
     """Print a table on a terminal; elsewhere print `plain`."""
     console = _console(sys.stdout)

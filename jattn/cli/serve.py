@@ -136,13 +136,8 @@ def _exit_0_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # signal handlers can be set only there
         yield
         return
-    before = signal.signal(signal.SIGTERM, _exit_0)
+    before = signal.signal(signal.SIGTERM, signals.exit_0)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _exit_0(number: int, frame: object) -> None:
-    signals.say(number)
-    raise SystemExit(0)

@@ -22,8 +22,8 @@ RETRY_SECONDS = 0.05
 """How long after an exception was dropped the signal is repeated: its callback has ended by then."""
 
 SENTENCES = {signal.SIGINT: "interrupted", signal.SIGTERM: "ended by SIGTERM"}
-CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: 0}
-"""The exit code after each signal. Only commands that handle SIGTERM get here with it."""
+CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: 128 + signal.SIGTERM}
+"""The exit code after each signal; of a server that SIGTERM ends it is 0, see `exit_0`."""
 
 DROPPED = b"\0"
 """What is written to the thread when the exception of a handler was dropped; other bytes are numbers of signals."""
@@ -42,6 +42,12 @@ def say(number: int) -> None:
     if number not in _said:
         _said.add(number)
         print(f"jattn: {SENTENCES[signal.Signals(number)]}", file=sys.stderr, flush=True)
+
+
+def exit_0(number: int, frame: object) -> None:
+    """The handler of a command that a supervisor ends by this signal as a matter of course."""
+    say(number)
+    raise SystemExit(0)
 
 
 @contextlib.contextmanager
@@ -104,7 +110,7 @@ def _watch(reader: socket.socket) -> None:
 def _end(number: signal.Signals) -> None:
     if not _left_to_others.is_set():
         say(number)
-        os._exit(CODES[number])
+        os._exit(0 if signal.getsignal(number) is exit_0 else CODES[number])
 
 
 def open_missing() -> None:

@@ -71,6 +71,7 @@ class Processes:
 
     def __init__(self, client: Any, count: int, id: int, seconds: float, on_end: OnEnd):
         self.count, self.id, self.seconds, self.on_end = count, id, seconds, on_end
+        self.on_stop = _terminate  # called in process 0, from a thread, if another process asks for an orderly stop
         self._asks_leader_to_stop = False
         self._client = client
         self._number = 0  # of the next list of commands
@@ -157,7 +158,7 @@ class Processes:
 
     # ------------------------------------------------------------------ the end
     def ask_leader_to_stop(self) -> None:
-        """In a process other than 0: send SIGTERM to process 0."""
+        """In a process other than 0: let process 0 call its `on_stop`, by default send itself SIGTERM."""
         self._asks_leader_to_stop = True  # nothing more: a signal handler calls this
 
     def fail(self, why: str) -> None:
@@ -196,7 +197,7 @@ class Processes:
                 seen |= {id: (states[id], now) for id, (last, _) in seen.items() if states.get(id, last) != last}
                 if self.leads and not is_signalled and any(state.endswith("stop") for state in states.values()):
                     is_signalled = True
-                    os.kill(os.getpid(), signal.SIGTERM)
+                    self.on_stop()
                 why = self._why_to_end({id: now - since for id, (_, since) in seen.items()})
             except JaxRuntimeError as error:
                 why = f"process 0 cannot be reached ({str(error).splitlines()[0]})"
@@ -259,6 +260,10 @@ class Processes:
             raise EngineDeadError(
                 f"process 0 cannot be reached ({reason}): it has ended, or the network failed"
             ) from error
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _connect(coordinator: str, count: int, id: int, options: dict[str, Any]) -> None:

@@ -26,21 +26,27 @@ class Server(uvicorn.Server):
     """uvicorn with a graceful shutdown.
 
     After the first signal new requests get 503, and running ones have `grace` seconds to finish. Then, or after a
-    second signal, their streams end with an error. A broken engine ends the server at once.
+    second signal, their streams end with an error. A broken engine ends the server at once. What other processes ask
+    for is no second signal: a supervisor sends SIGTERM to each of them.
     """
 
     def __init__(self, config: uvicorn.Config, loop: ServingLoop, grace: float):
         super().__init__(config)
         self.loop, self.grace = loop, grace
         self._num_signals = 0
+        self._is_asked_to_stop = False
         self._deadline: float | None = None
 
     def handle_exit(self, sig, frame) -> None:
         self._num_signals += 1  # nothing more: a signal may arrive while a lock is held
 
+    def ask_to_stop(self) -> None:
+        """As the first signal. From any thread."""
+        self._is_asked_to_stop = True
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times per second; True ends the server."""
-        if self._num_signals and self._deadline is None:
+        if (self._num_signals or self._is_asked_to_stop) and self._deadline is None:
             self._deadline = time.monotonic() + self.grace
             self.loop.drain()
         if self._deadline is not None:
@@ -147,6 +153,7 @@ def serve(
     loop = server.loop
     if isinstance(served, LockStepEngine) and isinstance(loop, EngineLoop):
         served.processes.on_end = lambda processes, why: loop.fail(EngineDeadError(why))
+        served.processes.on_stop = server.ask_to_stop
     server.run(sockets)
     if (failure := server.loop.failure) is not None:
         raise RuntimeError("the engine is broken, so the server has ended") from failure

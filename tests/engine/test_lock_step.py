@@ -299,6 +299,16 @@ def test_a_process_that_fails_tells_the_others_why(processes):
     assert told == [(0, "process 1 has ended (no space)")]
 
 
+def test_process_0_is_asked_once_to_stop_by_all_others(processes):
+    make, store, told = processes
+    leader, asked = make(0), []
+    leader.on_stop = lambda: asked.append(True)
+    make(1).ask_leader_to_stop()
+    wait_for(lambda: store.values.get("jattn/alive/1", "").endswith("stop") and asked)
+    time.sleep(0.2)
+    assert asked == [True] and not told
+
+
 def test_the_store_is_gone_with_process_0(processes):
     make, _, told = processes
     gone = Store()

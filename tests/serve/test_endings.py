@@ -1,5 +1,6 @@
 """How a server ends: gracefully after a signal, at once when its engine breaks."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -9,9 +10,11 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import httpx
 import pytest
+import uvicorn
 
 from jattn.serve import server as server_module
 from jattn.serve.connection import Connection
@@ -75,6 +78,20 @@ def test_what_is_not_finished_in_time_ends_with_an_error(how):
         assert whole[0].status_code == 503 and "shutting down" in whole[0].json()["error"]["message"]
         last = streamed[0].text.strip().rpartition("data: ")[2]
         assert "shutting down" in json.loads(last)["error"]["message"]
+
+
+@pytest.mark.parametrize("order", ["asked, then the signal", "the signal, then asked"])
+def test_what_another_process_asks_for_is_no_second_signal(order):
+    """A supervisor sends SIGTERM to every process, and the others pass theirs on: requests may still finish."""
+    ended = []
+    loop = types.SimpleNamespace(drain=lambda: None, stop=lambda: ended.append(True), num_requests=1, failure=None)
+    server = server_module.Server(uvicorn.Config(app=lambda: None), loop, grace=60)
+    steps = [server.ask_to_stop, lambda: server.handle_exit(signal.SIGTERM, None)]
+    for step in steps if order.startswith("asked") else reversed(steps):
+        step()
+        assert not asyncio.run(server.on_tick(1)) and not ended and server._deadline is not None
+    server.handle_exit(signal.SIGTERM, None)
+    assert asyncio.run(server.on_tick(1)) and ended
 
 
 def test_a_request_whose_body_is_still_coming_when_the_signal_does_is_refused():
