@@ -46,7 +46,7 @@ class ServerOptions:
             value, low = getattr(self, name), "from" if name == "grace" else "above"
             if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name != "grace"):
                 reasons.append(f"{name}={value!r} must be a number of seconds {low} 0")
-        if not self.model_name or not is_encodable(self.model_name):
+        if not isinstance(self.model_name, str) or not self.model_name or not is_encodable(self.model_name):
             reasons.append(f"model_name={self.model_name!a} must be non-empty text")
         if self.api_key is not None and not _is_header_value(self.api_key):
             reasons.append("api_key must be text without spaces at its ends and without control characters")
@@ -54,5 +54,7 @@ class ServerOptions:
             raise ValueError("; ".join(reasons))
 
 
-def _is_header_value(text: str) -> bool:
-    return bool(text) and text == text.strip() and not any(ord(char) < 32 or ord(char) == 127 for char in text)
+def _is_header_value(text: object) -> bool:
+    if not isinstance(text, str) or not text or text != text.strip():
+        return False
+    return not any(ord(char) < 32 or ord(char) == 127 for char in text)

@@ -10,12 +10,15 @@ replica that has computed the same beginning before finds it in its prefix cache
 import asyncio
 import dataclasses
 import hashlib
+import inspect
 import json
 import logging
+import math
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pydantic
+from pydantic import Field
 from ray import serve  # type: ignore[import-not-found]
 from ray.exceptions import RayError  # type: ignore[import-not-found]
 from ray.serve.config import RequestRouterConfig  # type: ignore[import-not-found]
@@ -25,8 +28,9 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from jattn import compile_cache
-from jattn.engine import Engine, keep_freed_memory
+from jattn.engine import Engine, construction, keep_freed_memory
 from jattn.errors import UnsupportedError
+from jattn.errors.arguments import integer
 from jattn.models.sentence_folder import is_sentence_folder
 from jattn.serve import body, errors
 from jattn.serve.app import make_app
@@ -46,12 +50,14 @@ class ReplicaOptions(pydantic.BaseModel, extra="forbid"):
     """The arguments of `build`: of `serve run` as name=value, or of a configuration file of Ray Serve."""
 
     model: str  # a Hugging Face folder, which every replica can read
-    num_replicas: int = 2
-    num_gpus: float = 0  # of each replica
-    max_ongoing_requests: int = 64  # of each replica; with more, a request goes to another one, and waits if all have
-    max_queued_requests: int = 256  # waiting for a replica; more get a 429
-    prefix_characters: int = 256  # the beginning of a prompt that decides to which replica it goes
-    health_seconds: float = 10.0  # between two checks of a replica; one that fails is restarted
+    num_replicas: int = Field(2, ge=1)
+    num_gpus: float = Field(0, ge=0, allow_inf_nan=False)  # of each replica
+    # of each replica; with more, a request goes to another one, and waits if all have
+    max_ongoing_requests: int = Field(64, ge=1)
+    max_queued_requests: int = Field(256, ge=0)  # waiting for a replica; more get a 429
+    prefix_characters: int = Field(256, ge=1)  # the beginning of a prompt that decides to which replica it goes
+    # between two checks of a replica; one that fails is restarted
+    health_seconds: float = Field(10.0, gt=0, allow_inf_nan=False)
     engine: dict[str, Any] = {}  # arguments of Engine.from_pretrained
     server: dict[str, Any] = {}  # arguments of ServerOptions
 
@@ -74,6 +80,7 @@ def build(options: ReplicaOptions) -> serve.Application:
     if is_sentence_folder(options.model):
         raise UnsupportedError(f"{options.model} is an embedding model, and replicas have engines: use jattn serve")
     server = ServerOptions(**options.server)
+    _check_engine(options)
     engines = serve.deployment(
         num_replicas=options.num_replicas,
         ray_actor_options={"num_gpus": options.num_gpus},
@@ -88,6 +95,17 @@ def build(options: ReplicaOptions) -> serve.Application:
     most = options.num_replicas * options.max_ongoing_requests + options.max_queued_requests
     ingress = serve.deployment(max_ongoing_requests=most)(Ingress)
     return ingress.bind(engines, server.max_body_bytes, options.prefix_characters)
+
+
+def _check_engine(options: ReplicaOptions) -> None:
+    """An error for what every replica would refuse, because Ray starts such replicas again and again."""
+    taken = {*inspect.signature(Engine).parameters, *inspect.signature(Engine.from_pretrained).parameters}
+    if unknown := sorted({*options.engine} - taken):
+        raise ValueError(f"{', '.join(unknown)} in engine: Engine.from_pretrained has no such argument")
+    construction.check_options(options.engine)
+    devices = math.prod(integer(1)(name, options.engine.get(name, 1)) for name in construction.MESH_AXES)
+    if devices > 1 and 0 < options.num_gpus < devices:
+        raise ValueError(f"engine is for {devices} devices, and num_gpus={options.num_gpus:g}: give as many")
 
 
 class Replica:

@@ -61,6 +61,7 @@ def keyed():
         (dict(model_name="\ud800"), "model_name="),
         (dict(api_key="secret\n"), "api_key must be"),
         (dict(api_key=""), "api_key must be"),
+        (dict(api_key=12345, model_name=7), "model_name=7 must be.*api_key must be text"),  # as YAML reads digits
     ],
 )
 def test_options_that_mean_nothing_are_refused(options, words):

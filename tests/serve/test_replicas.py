@@ -131,6 +131,23 @@ def test_limits_of_connections_are_rays():
         build(ReplicaOptions(model="m", server=dict(write_timeout=1, max_connections=2, model_name="m")))
 
 
+WRONG = [
+    (dict(num_replicas=0), "greater than or equal to 1"),
+    (dict(max_queued_requests=-1), "greater than or equal to 0"),  # Ray's own word for no limit
+    (dict(prefix_characters=-5), "greater than or equal to 1"),  # would cut the end of a prompt
+    (dict(health_seconds=float("nan")), "finite"),
+    (dict(engine=dict(tensor_paralel=2)), "tensor_paralel in engine: Engine.from_pretrained has no such argument"),
+    (dict(engine=dict(block_size=0)), "block_size=0 must be a positive integer"),
+    (dict(engine=dict(tensor_parallel=4), num_gpus=2), "engine is for 4 devices, and num_gpus=2"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG)
+def test_what_every_replica_would_refuse_is_refused_at_once(options, words):
+    with pytest.raises(ValueError, match=words):
+        build(ReplicaOptions(model="m", **options))
+
+
 @pytest.mark.parametrize(
     ("one", "other", "same"),
     [
