@@ -116,7 +116,8 @@ class LockStepEngine(Engine):
         self._must_lead("abort()")
         if not isinstance(request_id, str):
             return False
-        known = request_id in self._loop.requests or self._is_pending(request_id)
+        is_aborted = ["abort", request_id] in self._pending
+        known = not is_aborted and (request_id in self._loop.requests or self._is_pending(request_id))
         if known:
             self._pending.append(["abort", request_id])
         return known

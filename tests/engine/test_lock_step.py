@@ -239,7 +239,7 @@ def test_requests_are_checked_before_they_are_published(processes):
     leader.add_request(PROMPT, request_id="a")
     with pytest.raises(ValueError, match="'a' is still running"):
         leader.add_request(PROMPT, request_id="a")
-    assert leader.abort("a") and not leader.abort("b") and leader.has_work
+    assert leader.abort("a") and not leader.abort("a") and not leader.abort("b") and leader.has_work
     leader.add_request([VOCAB], request_id="wrong")
     outputs = {output.id: output for output in leader.step()}
     assert outputs["wrong"].error and outputs["a"].outputs[0].finish_reason == "abort"
