@@ -149,7 +149,8 @@ def model_mesh_of(config: Any, mesh: Mesh | None, spans_processes: bool = False,
         )
     if spans_processes and found != list(range(jax.process_count())):
         raise ValueError(
-            f"the mesh has devices of the processes {found}, and must have some of each of the {jax.process_count()}: "
-            f"tensor_parallel={jax.device_count()} uses all devices"
+            f"the mesh has devices of the processes {found} only, and must have some of each of the "
+            f"{jax.process_count()}: all of them have {jax.device_count()} devices, which must be the product of "
+            "tensor_parallel, decode_context_parallel and data_parallel"
         )
     return models.ModelMesh.of(config, mesh, expert_parallel)
