@@ -56,7 +56,7 @@ def run(args: argparse.Namespace, command: Command) -> int:
     processes = _join(args)
     try:
         if processes.leads:
-            signal.signal(signal.SIGTERM, _terminate)  # JAX has taken it, and ignores it
+            _end_after_sigterm()
             code = command(args, processes)
         else:
             code = _follow(args, processes)
@@ -84,7 +84,8 @@ def _follow(args: argparse.Namespace, processes: Processes) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGTERM, ask)
-    signal.signal(signal.SIGINT, ask)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as it is in a shell's background
+        signal.signal(signal.SIGINT, ask)
     with signals.left_to_others():
         engine = options.make_engine(args, processes=processes)
         assert isinstance(engine, LockStepEngine)
@@ -117,10 +118,22 @@ def _fail(processes: Processes, error: BaseException) -> NoReturn:
     os._exit(code)
 
 
+def _end_after_sigterm() -> None:
+    """In process 0, until a server has its own handler: JAX has taken SIGTERM, and ignores it."""
+    signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background, where Ctrl-C stays without effect
+        signal.signal(signal.SIGINT, _interrupt_if_terminated)
+
+
 def _terminate(number: int, frame: object) -> None:
-    """Of process 0, until a server has its own handler. Ends as after Ctrl-C, which waits for the end of a step."""
+    """Ends as after Ctrl-C, which waits for the end of a step."""
     _is_terminated.set()
     signal.raise_signal(signal.SIGINT)
+
+
+def _interrupt_if_terminated(number: int, frame: object) -> None:
+    if _is_terminated.is_set():
+        raise KeyboardInterrupt
 
 
 def _end(processes: Processes, why: str) -> NoReturn:

@@ -53,13 +53,27 @@ def test_an_end_is_one_sentence_here_and_for_the_others(ends, capsys, error, cod
     assert capsys.readouterr().err == (f"jattn: {said}\n" if said else "")
 
 
-def test_sigterm_ends_process_0_between_two_steps(ends, capsys):
+@pytest.fixture
+def handlers():
+    """The handlers of both signals are as before after the test."""
+    before = {number: signal.getsignal(number) for number in signals.SENTENCES}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("begins_with", [signal.default_int_handler, signal.SIG_IGN], ids=["foreground", "background"])
+def test_sigterm_ends_process_0_between_two_steps(ends, handlers, capsys, begins_with):
     """Until a server handles it. JAX's own handler would let the command go on to its end."""
     group, codes, told = ends
     steps = []
+    signal.signal(signal.SIGINT, begins_with)
+    processes._end_after_sigterm()
+    if begins_with is signal.SIG_IGN:
+        signal.raise_signal(signal.SIGINT)  # is ignored as before
     with pytest.raises(KeyboardInterrupt) as interrupt:
         with interrupts.held():
-            processes._terminate(signal.SIGTERM, None)
+            signal.raise_signal(signal.SIGTERM)
             steps.append("is complete")
     begin(processes._fail, group, interrupt.value)
     assert steps and codes == [143] and told == ["process 1 has ended (ended by SIGTERM)"]
