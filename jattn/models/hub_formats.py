@@ -17,7 +17,7 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 from jattn.models.config_reader import ConfigReader
 from jattn.models.hub_scheme import WHOLE, Decoded, Groups, Scheme, check_groups
-from jattn.ops.quantised import PACKED
+from jattn.ops.quantised import PACKED, PLACES, in_places
 
 
 def scheme_of(values: dict[str, Any], where: str) -> Scheme | None:
@@ -86,8 +86,27 @@ AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # the place of each output in it
 
 def _awq(qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray) -> Decoded:
     _check_matrices(qweight=qweight, qzeros=qzeros, scales=scales)
-    codes, zeros = (_nibbles(x, AWQ_ORDER).reshape(len(x), -1) for x in (qweight, qzeros))
-    return Decoded(codes.T, scales.T, (zeros.astype(np.int8) - 8).T)
+    zeros = _nibbles(qzeros, AWQ_ORDER).reshape(len(qzeros), -1)
+    return Decoded(_words_of_inputs(qweight).T, scales.T, (zeros.astype(np.int8) - 8).T)
+
+
+def _words_of_inputs(qweight: np.ndarray) -> np.ndarray:
+    """AWQ's words of eight outputs [in, out / 8] -> words of eight inputs [in / 8, out], with codes in their places."""
+    _check_word_of_inputs(len(qweight))
+    stored = _as_uint32(qweight).reshape(-1, PACKED, qweight.shape[1])
+    words = np.empty((len(stored), stored.shape[2], PACKED), np.uint32)
+    for output, shift in enumerate(AWQ_ORDER):
+        word = np.zeros(words.shape[:2], np.uint32)
+        for i, place in enumerate(PLACES):
+            word |= (stored[:, i] >> np.uint32(4 * shift) & np.uint32(15)) << np.uint32(4 * place)
+        words[:, :, output] = word
+    return words.reshape(len(stored), -1)
+
+
+def _check_word_of_inputs(inputs: int) -> None:
+    """ValueError unless so many inputs fill words of 4-bit codes."""
+    if inputs % PACKED:
+        raise ValueError(f"its {inputs} inputs must be a multiple of {PACKED} to be kept in 4 bits")
 
 
 def gptq(c: ConfigReader) -> Scheme:
@@ -117,12 +136,12 @@ def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scale
     groups, outputs = scales.shape
     if qweight.shape[1] != outputs:
         raise ValueError(f"qweight {qweight.shape} does not fit scales {scales.shape}")
-    codes = _unpacked(bits, qweight).swapaxes(1, 2).reshape(-1, outputs)  # [in, out]
+    inputs = len(qweight) * 32 // bits
     zeros = _gptq_zeros(bits, offset, qzeros, scales.shape)
-    check_groups(groups, len(codes), scales.dtype, None)
-    if g_idx is not None and (g_idx.shape != (len(codes),) or not np.issubdtype(g_idx.dtype, np.integer)):
-        raise ValueError(f"g_idx {g_idx.dtype}{g_idx.shape} must be an integer for each of the {len(codes)} inputs")
-    if g_idx is not None and not np.array_equal(g_idx, np.arange(len(codes)) // (len(codes) // groups)):
+    check_groups(groups, inputs, scales.dtype, None)
+    if g_idx is not None and (g_idx.shape != (inputs,) or not np.issubdtype(g_idx.dtype, np.integer)):
+        raise ValueError(f"g_idx {g_idx.dtype}{g_idx.shape} must be an integer for each of the {inputs} inputs")
+    if g_idx is not None and not np.array_equal(g_idx, np.arange(inputs) // (inputs // groups)):
         raise UnsupportedError(
             "its g_idx (desc_act) gives inputs of one group different places, which is not supported"
         )
@@ -131,7 +150,10 @@ def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scale
             f"a zero point is stored as {2**bits - 1} in checkpoint_format='gptq', which some programs read as "
             f"{2**bits} and others as 0; quantise the model again, with sym=True or as gptq_v2"
         )
-    codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
+    if bits == 4:
+        codes = in_places(_as_uint32(qweight))
+    else:
+        codes = (_unpacked(8, qweight).swapaxes(1, 2).reshape(inputs, outputs) ^ 128).view(np.int8)
     return Decoded(codes.T, scales.T, zeros.astype(np.int8).T if zeros.any() else None)
 
 
@@ -204,8 +226,11 @@ def _ct_packed(
     outputs, inputs = (int(n) for n in shape)
     if len(words) != outputs or words.shape[1] != math.ceil(inputs * bits / 32):
         raise ValueError(f"packed codes {words.shape} do not fit weight_shape {shape.tolist()}")
-    codes = _unpacked(bits, words).reshape(outputs, -1)[:, :inputs]
-    codes = codes if bits == 4 else (codes ^ 128).view(np.int8)
+    if bits == 4:
+        _check_word_of_inputs(inputs)
+        codes = in_places(_as_uint32(words))
+    else:
+        codes = (_unpacked(8, words).reshape(outputs, -1)[:, :inputs] ^ 128).view(np.int8)
     if zeros is not None:
         _check_matrices(weight_zero_point=zeros)
         if len(zeros) != math.ceil(outputs * bits / 32):

@@ -13,7 +13,7 @@ import numpy as np
 
 from jattn.models.placing import placed
 from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
-from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, packed, plain
+from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, plain
 
 SCALES = ("float16", "bfloat16", "float32")
 """Dtypes of scales."""
@@ -26,7 +26,7 @@ WHOLE = -1
 class Decoded:
     """A weight [out, in] as torch orders it: its codes, scales [out, groups] and zero points int8 [out, groups]."""
 
-    codes: np.ndarray  # int8; uint8 of fp8; uint8 0 to 15 of 4 bits
+    codes: np.ndarray  # int8; uint8 of fp8; of 4 bits uint32 [out, in / 8], as in QuantisedArray
     scales: np.ndarray
     zero_points: np.ndarray | None = None
 
@@ -35,7 +35,8 @@ class Decoded:
         codes, scales, zeros = self.codes, self.scales, self.zero_points
         if codes.ndim != 2 or scales.ndim != 2 or len(codes) != len(scales):
             raise ValueError(f"codes {codes.shape} and scales {scales.shape} must have equal numbers of outputs")
-        check_groups(scales.shape[1], codes.shape[1], scales.dtype, group_size)
+        inputs = codes.shape[1] * (PACKED if codes.dtype == np.uint32 else 1)
+        check_groups(scales.shape[1], inputs, scales.dtype, group_size)
         if zeros is not None and zeros.shape != scales.shape:
             raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} must have equal shapes")
 
@@ -111,8 +112,13 @@ class Scheme:
             missing = [name for name in each[: len(self.needed)] if name not in stored]
             if missing and each[0] in stored and f"{module}.weight" not in stored:
                 raise ValueError(f"tensor {each[0]} is stored quantised, but {', '.join(missing)} is missing")
-        is_stored = all(name in stored for each in names for name in each[: len(self.needed)])
-        return names if is_stored and len(modules) == len(source.names) else None
+        is_stored = [all(name in stored for name in each[: len(self.needed)]) for each in names]
+        if any(is_stored) and not all(is_stored):
+            one, other = modules[is_stored.index(True)], modules[is_stored.index(False)]
+            raise ValueError(
+                f"{one} is stored quantised and {other} is not: modules that are one weight here must be alike"
+            )
+        return names if all(is_stored) and len(modules) == len(source.names) else None
 
     def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
         names = self._names(source, stored)
@@ -139,9 +145,8 @@ class Scheme:
         if len(has_zeros) > 1:
             raise ValueError("some of its modules have zero points, and some have none")
         codes, zeros = made("codes"), made("zero_points") if has_zeros.pop() else None
-        values = packed(codes, axis) if self.format in ("int4", "fp4") else codes
         return QuantisedArray(
-            values=values, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
+            values=codes, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
             dtype=np.dtype(dtype),
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from jattn.models.placing import placed
-from jattn.ops.quantised import PACKED, PLACES, QuantisedArray
+from jattn.ops.quantised import PACKED, QuantisedArray, in_places
 
 
 def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedArray:
@@ -21,13 +21,10 @@ def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedAr
     if (exponents == 255).any():
         raise ValueError("a scale of 255 is not a number")
     stored = np.ascontiguousarray(blocks[:, outputs]).view("<u4").reshape(*exponents.shape[:2], -1)
-    words = np.zeros_like(stored)  # of eight inputs, in the order of PLACES
-    for i, place in enumerate(PLACES):
-        words |= (stored >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * place)
     of_bits = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)  # 2 ** -127 is subnormal
     turned = lambda x: placed(x.swapaxes(1, 2), None)
     powers = turned(of_bits.view(ml_dtypes.bfloat16))
-    return QuantisedArray(values=turned(words), scales=powers, format="fp4", dtype=np.dtype(ml_dtypes.bfloat16))
+    return QuantisedArray(values=turned(in_places(stored)), scales=powers, format="fp4", dtype=np.dtype(ml_dtypes.bfloat16))
 
 
 def mxfp4_form(shape: tuple[int, ...]) -> QuantisedArray:

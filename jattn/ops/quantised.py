@@ -133,6 +133,14 @@ def packed(codes: jax.Array, axis: int) -> jax.Array:
     return functools.reduce(jnp.bitwise_or, (part(i) << np.uint32(4 * place) for i, place in enumerate(PLACES)))
 
 
+def in_places(words: np.ndarray) -> np.ndarray:
+    """uint32 words of eight codes from the lowest bits on -> the same with each code in its place."""
+    found = np.zeros_like(words)
+    for i, place in enumerate(PLACES):
+        found |= (words >> np.uint32(4 * i) & np.uint32(15)) << np.uint32(4 * place)
+    return found
+
+
 @functools.partial(jax.jit, static_argnames=("format", "group_size", "axis"))
 def quantise(x: jax.Array, format: str, group_size: int, axis: int = -2) -> QuantisedArray:
     """The nearest codes. group_size divides the inputs.

@@ -3,6 +3,7 @@
 import functools
 import json
 import struct
+import tracemalloc
 
 import jax
 import ml_dtypes
@@ -17,7 +18,7 @@ from jattn.models.families import FAMILIES
 from jattn.models.load import stored_weights
 from jattn.models.mxfp4 import mxfp4
 from jattn.nn.weight_spec import weight_path
-from jattn.ops.quantised import QuantisedArray
+from jattn.ops.quantised import QuantisedArray, unpacked
 from tests.models import examples, tiny
 
 CONFIG = tiny.CONFIG | dict(hidden_size=64, intermediate_size=96, head_dim=16, vocab_size=40, torch_dtype="float32")
@@ -146,10 +147,10 @@ def test_the_order_of_awq_by_hand():
     from jattn.models.hub_formats import METHODS
 
     decoded = METHODS["awq"](ConfigReader(AWQ)).decode(
-        np.array([[0x75316420]], np.uint32).view(np.int32), np.array([[0x88888888]], np.uint32).view(np.int32),
+        np.full((8, 1), 0x75316420, np.uint32).view(np.int32), np.array([[0x88888888]], np.uint32).view(np.int32),
         np.ones((1, 8), np.float16),
     )  # fmt: skip
-    np.testing.assert_array_equal(decoded.codes[:, 0], np.arange(8))
+    np.testing.assert_array_equal(unpacked(decoded.codes, 1), np.repeat(np.arange(8)[:, None], 8, axis=1))
     np.testing.assert_array_equal(decoded.zero_points, np.zeros((8, 1)))
 
 
@@ -526,6 +527,45 @@ def test_a_long_list_is_cut_in_the_error():
     with pytest.raises(UnsupportedError, match="weight_block_size") as caught:
         models.config_of(CONFIG | dict(quantization_config=dict(quant_method="fp8", weight_block_size=[1] * 1000)))
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "packed"])
+def test_words_of_4_bits_are_rearranged_without_unpacking_them(tmp_path, method):
+    """Otherwise a large matrix would need eight times its packed size, and more of it while threads read others."""
+    sizes = dict(hidden_size=512, intermediate_size=1024, num_hidden_layers=1)
+    folder(tmp_path / "big", *PACKS[method], CONFIG | sizes)
+    words_of_largest = 512 * 1024 // 2
+    tracemalloc.start()
+    try:
+        params = models.load(tmp_path / "big")[1]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    stored = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert peak < stored + 3 * words_of_largest, f"{peak / stored:.1f} times the packed weights"
+
+
+def test_experts_of_which_some_are_not_quantised_are_refused(tmp_path):
+    settings, pack = fp8_settings((32, 32)), functools.partial(fp8_pack, (32, 32))
+    folder(tmp_path / "mixed", settings, pack, MOE, moe_tensors)
+    checkpoint, module = Checkpoint(tmp_path / "mixed"), "model.layers.1.mlp.experts.2.up_proj"
+    tensors = {name: checkpoint.read(name) for name in checkpoint.locations if not name.startswith(module)}
+    save(tmp_path / "mixed" / "model.safetensors", tensors | {f"{module}.weight": np.ones((32, 64), np.float32)})
+    for load in (models.load, stored_weights):
+        with pytest.raises(ValueError, match=rf"mixed: .*experts.0.up_proj is stored quantised and {module} is not"):
+            load(tmp_path / "mixed")
+
+
+def test_inputs_that_do_not_fill_a_word_of_4_bits_are_refused(tmp_path):
+    def pack(x):
+        codes, _, scales, exact = drawn(x.shape, x.shape[1])
+        filled = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 8)))
+        shape = np.array(x.shape, np.int64)
+        return dict(weight_packed=words(filled), weight_scale=scales, weight_shape=shape), exact
+
+    folder(tmp_path / "odd", compressed("pack-quantized", 4, "int", "channel"), pack, CONFIG | dict(hidden_size=60))
+    with pytest.raises(ValueError, match=r"odd.model\.safetensors: tensor .*its 60 inputs must be a multiple of 8"):
+        models.load(tmp_path / "odd")
 
 
 def test_the_plan_of_packed_experts(tmp_path):
