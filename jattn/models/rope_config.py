@@ -70,7 +70,9 @@ def rope_of_layer_type(
     own = ConfigReader(stored, f"{c.where}, rope_parameters").section(layer_type).given
     values = {"rope_theta": theta, **{k: v for k, v in own.items() if v is not None}, **(old or {})}
     name = "rope_scaling" if old else f"rope_parameters of {layer_type}"
-    return rope_from(ConfigReader(values, f"{c.where}, {name}"), head_dim, max_positions)
+    r = ConfigReader(values, f"{c.where}, {name}")
+    r.only("truncate", True)  # transformers ignores it in the parameters of a layer type
+    return rope_from(r, head_dim, max_positions)
 
 
 def parameters_of(c: ConfigReader) -> tuple[str, dict[str, Any]]:
@@ -94,7 +96,9 @@ def rope_from(
         )
     if dim % 2 or dim < 2:
         raise ValueError(
-            f"{r.where}: the number of rotated dimensions, {dim} of head_dim={head_dim}, must be even and at least 2"
+            f"{r.where}: the number of rotated dimensions, {dim} of head_dim={head_dim}"
+            + (f" with partial_rotary_factor={fraction:g}" if fraction != 1 else "")
+            + ", must be even and at least 2"
         )
     if isinstance(scaling, LongRopeScaling) and (len(scaling.short), len(scaling.long)) != (dim // 2, dim // 2):
         raise ValueError(

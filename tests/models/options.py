@@ -31,7 +31,8 @@ OPT = dict(
     eos_token_id=[],
 )  # fmt: skip
 NESTED = dict(
-    full_attention=YARN | dict(rope_theta=500.0), sliding_attention=dict(rope_type="default", rope_theta=90.0)
+    full_attention=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=500.0),
+    sliding_attention=dict(rope_type="default", rope_theta=90.0),
 )
 PROPORTIONAL = dict(
     full_attention=dict(rope_type="proportional", rope_theta=500.0, partial_rotary_factor=0.5, factor=2.0),

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from jattn.errors import UnsupportedError
 from jattn.models.config_reader import ConfigReader
-from jattn.models.rope_config import rope_of
+from jattn.models.rope_config import rope_of, rope_of_layer_type
 
 transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
 
@@ -49,3 +50,23 @@ def test_frequencies_and_magnitude_are_those_of_transformers(name, length):
         mine = rope.scaling.frequencies(rope.dim, rope.theta, length)
         np.testing.assert_allclose(mine, wanted.numpy(), rtol=2e-6)
         np.testing.assert_allclose(rope.scaling.attention_factor, magnitude, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["linear", "yarn", "llama3", "yarn, a factor of its own"])
+def test_parameters_of_a_layer_type_give_their_frequencies_or_are_refused(name):
+    """transformers looks for `truncate` beside the layer types, not inside."""
+    values = PARAMETERS[name] | dict(rope_theta=500.0)
+    nested = dict(full_attention=values, sliding_attention=dict(rope_type="default", rope_theta=90.0))
+    kinds = ["full_attention", "sliding_attention"]
+    theirs = transformers.Olmo3Config(**COMMON, num_hidden_layers=2, layer_types=kinds, rope_parameters=nested)
+    compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[values["rope_type"]]
+    wanted, magnitude = compute(theirs, "cpu", layer_type="full_attention")
+    read = lambda more: rope_of_layer_type(
+        ConfigReader(COMMON | dict(rope_parameters=nested | dict(full_attention=values | more))),
+        "full_attention", 1e4, HEAD_DIM, LONGEST,
+    )  # fmt: skip
+    rope = read({})
+    np.testing.assert_allclose(rope.scaling.frequencies(rope.dim, rope.theta), wanted.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(rope.scaling.attention_factor, magnitude, rtol=1e-6)
+    with pytest.raises(UnsupportedError, match="rope_parameters of full_attention: truncate=False is not supported"):
+        read(dict(truncate=False))

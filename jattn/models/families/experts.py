@@ -222,6 +222,7 @@ def minimax_m2(c: ConfigReader) -> ModelConfig:
 
 def phimoe(c: ConfigReader) -> ModelConfig:
     """Two experts, chosen by sparsemixer; layer norms; the head may have a bias."""
+    c.only("num_experts_per_tok", 2)
     moe = MoE(
         **experts_of(c),
         width=c.count("intermediate_size"),
@@ -230,7 +231,6 @@ def phimoe(c: ConfigReader) -> ModelConfig:
         jitter=c.number("router_jitter_noise", 0.01, above=0),
     )
     c.ignore("input_jitter_noise")
-    c.only("num_experts_per_tok", 2)
     rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
     if type(rope.scaling) is not RopeScaling:
         c.refuse("rope_scaling", "is not supported: its magnitudes depend on the length of each step in transformers")

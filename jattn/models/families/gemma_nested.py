@@ -50,9 +50,10 @@ def gemma3n(c: ConfigReader) -> ModelConfig:
         FULL: rope_of_layer_type(c, FULL, theta, heads["head_dim"], longest, old),
         SLIDING: rope_of_layer_type(c, SLIDING, local, heads["head_dim"], longest),
     }
+    streams = c.count("altup_num_inputs", high=MAX_STREAMS)
     altup = AltUp(
-        streams=c.count("altup_num_inputs", high=MAX_STREAMS),
-        active=c.count("altup_active_idx", 0, low=0),
+        streams=streams,
+        active=c.count("altup_active_idx", 0, low=0, high=streams - 1),
         norm=norm,
         scales_active=c.flag("altup_correct_scale", True),
     )
