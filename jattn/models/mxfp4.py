@@ -24,7 +24,8 @@ def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedAr
     of_bits = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)  # 2 ** -127 is subnormal
     turned = lambda x: placed(x.swapaxes(1, 2), None)
     powers = turned(of_bits.view(ml_dtypes.bfloat16))
-    return QuantisedArray(values=turned(in_places(stored)), scales=powers, format="fp4", dtype=np.dtype(ml_dtypes.bfloat16))
+    values, dtype = turned(in_places(stored)), np.dtype(ml_dtypes.bfloat16)
+    return QuantisedArray(values=values, scales=powers, format="fp4", dtype=dtype)
 
 
 def mxfp4_form(shape: tuple[int, ...]) -> QuantisedArray:
