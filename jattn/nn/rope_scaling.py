@@ -186,7 +186,7 @@ class YarnRopeScaling(RopeScaling):
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        ramp = (np.arange(dim // 2) - low) / max(high - low, 0.001)
+        ramp = (np.arange(dim // 2) - low) / (high - low or 0.001)  # negative if it was trained on few positions
         keep = 1 - np.clip(ramp, 0, 1)
         base = base_frequencies(dim, theta)
         return base / self.factor * (1 - keep) + base * keep

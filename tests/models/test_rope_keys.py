@@ -24,6 +24,12 @@ PARAMETERS = {
         rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=16.0, beta_slow=2.0,
         mscale=0.7, mscale_all_dim=1.3, truncate=False,
     ),
+    "yarn, trained on few positions": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=3, truncate=False
+    ),
+    "yarn, ends of the ramp exchanged": dict(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=64, beta_fast=1.0, beta_slow=8.0
+    ),
     "yarn, a factor of its own": dict(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.25
     ),
