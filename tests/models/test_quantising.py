@@ -1,13 +1,16 @@
 """Quantising at load: which weights, and that the model computes with what they stand for."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 
 from jattn import Engine, SamplingParams, models
 from jattn.errors import UnsupportedError
+from jattn.models import quantising
 from jattn.nn.weight_spec import is_weight_spec
-from jattn.ops.quantised import QuantisedArray, is_quantised, plain
+from jattn.ops.quantised import QuantisedArray, is_quantised, plain, quantise
 from tests.models import examples, tiny
 
 CONFIG = tiny.CONFIG | dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=24, vocab_size=40)
@@ -75,6 +78,32 @@ def test_projections_of_latent_attention_are_quantised_and_both_halves_of_kv_b_a
 def test_inputs_that_no_group_divides_are_int8():
     made = models.quantise({"mlp": {"up": {"kernel": np.ones((40, 8), np.float32)}}}, "int4")["mlp"]["up"]["kernel"]
     assert made.format == "int8" and made.group_size == 40
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "path, shape", [("mlp.up.kernel", (64, 33)), ("embed", (33, 64)), ("mlp.up.kernel", (5, 32, 7))]
+)
+def test_a_weight_is_quantised_by_slices_to_the_same_bits(path, shape, dtype, monkeypatch):
+    weight = np.random.default_rng(0).standard_normal(shape).astype(jax.numpy.dtype(dtype))
+    for name in models.QUANTIZATIONS:
+        monkeypatch.setattr(quantising, "SLICE", 1 << 22)
+        wanted = quantising.quantised(path, jax.numpy.asarray(weight), name)
+        monkeypatch.setattr(quantising, "SLICE", 300)
+        for given in (jax.numpy.asarray(weight), weight):
+            seen = quantising.quantised(path, given, name)
+            assert jax.tree.structure(seen) == jax.tree.structure(wanted)
+            assert all(map(np.array_equal, jax.tree.leaves(seen), jax.tree.leaves(wanted)))
+
+
+def test_a_slice_needs_memory_for_its_own_numbers_only():
+    """In one call, XLA:CPU (JAX 0.10) converts the whole bfloat16 weight to float32: twice its bytes."""
+    weight = jax.ShapeDtypeStruct((1024, 2048), jax.numpy.bfloat16)
+    for axis, at in ((-2, 1), (-1, 0)):
+        group = weight.shape[axis]
+        form = jax.eval_shape(functools.partial(quantise, format="int8", group_size=group, axis=axis), weight)
+        compiled = quantising._with_slice.lower(form, weight, 0, 64, at, group).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < weight.size // 2
 
 
 @pytest.mark.parametrize("quantization", models.QUANTIZATIONS)
