@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jattn.errors import UnsupportedError
 from jattn.nn.weight_spec import weight_path
@@ -62,7 +63,7 @@ def _is_on_one_device(weight: Any) -> bool:
     """Is it an array of numbers on one device, or of numpy? XLA divides the others as they are."""
     if not isinstance(weight, jax.Array):
         return isinstance(weight, np.ndarray)
-    return not isinstance(weight, jax.core.Tracer) and len(weight.sharding.device_set) == 1
+    return not isinstance(weight, Tracer) and len(weight.sharding.device_set) == 1
 
 
 def _quantised_by_slices(weight: jax.Array, format: str, group: int, axis: int) -> QuantisedArray:

@@ -96,6 +96,8 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ("phimoe", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; it must be 2"),
         ("glm4", dict(partial_rotary_factor=0.6), "7 of head_dim=12 with partial_rotary_factor=0.6, must be even"),
         ("gpt2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config=.* is not supp"),
+        ("gemma4_text", dict(global_head_dim=7), "global_head_dim=7 must be even"),
+        ("bloom", dict(pretraining_tp=4, slow_but_exact=True), "slow_but_exact=True is not supported"),
         ("dots1", dict(n_group=3), "n_group=3 must divide the 8 experts into groups"),
         ("qwen3_moe", dict(num_local_experts=9), "num_local_experts=9 is another name of num_experts"),
         (

@@ -71,6 +71,8 @@ def bloom(c: ConfigReader) -> ModelConfig:
     """A norm after the embeddings; no limit on the length."""
     c.only("apply_residual_connection_post_layernorm", False)
     c.only("n_inner")
+    if c.get("pretraining_tp", 1) != 1:
+        c.only("slow_but_exact", False)  # then transformers leaves the biases of two projections out
     c.ignore(
         "slow_but_exact", "seq_length", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "bias_dropout_fusion",
         "masked_softmax_fusion", "attention_softmax_in_fp32", "unk_token_id", "hidden_dropout",

@@ -231,6 +231,8 @@ def gemma4_ropes(c: ConfigReader, kinds: Sequence[str], wide: int, narrow: int) 
 
 def gemma4_rope(c: ConfigReader, section: ConfigReader, kind: str, dim: int) -> Rope:
     """'proportional' rotates the first partial_rotary_factor of the pairs, with the frequencies of the whole head."""
+    if dim % 2:
+        c.refuse("global_head_dim" if kind == FULL else "head_dim", "must be even: dimensions are rotated in pairs")
     r = section.section(kind, GEMMA4_ROPE[kind] if kind == SLIDING else None)
     if r.get("rope_type") != "proportional":
         default = GEMMA4_ROPE[kind]["rope_theta"]
