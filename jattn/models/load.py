@@ -35,6 +35,8 @@ WRONG_TENSORS = ValueError, TypeError, IndexError, ArithmeticError
 """What conversions raise for ranks, shapes or dtypes that do not fit."""
 CODES = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale")
 """Endings of the names of tensors that only quantised weights have."""
+COPIES = ("lm_head.weight", "embed_out.weight", "decoder.weight", "vocab_projector.weight", "embed_tokens.weight")
+"""Endings of the names of tensors that repeat the embeddings where a model ties them."""
 MAX_THREADS = 8
 """Threads that read weights, at most. Reading is limited by memory, which a few cores fill."""
 MAX_MISSING_LISTED = 10_000
@@ -64,11 +66,13 @@ def load(
     values = _with_quantization_of_text(values)
     method, scheme = (values.get("quantization_config") or {}).get("quant_method"), _scheme_of(values, family, folder)
     if method is not None and quantization is not None:
-        raise UnsupportedError(f"{folder}: its weights are quantised ({method}); quantization must be None")
+        raise UnsupportedError(f"{folder}: its weights are quantised ({method}) already; leave quantization out")
     checkpoint = _checkpoint(folder, config, family)
     table, unused = family.tensors(config), _unused(family, config)
     if scheme is None and method is None:
         _refuse_codes(checkpoint)
+    if head:
+        _check_copies(checkpoint, table, family)
     if scheme is not None:
         of_numbers = _stored_dtype(values, folder) if dtype is None else dtype
         try:
@@ -180,6 +184,19 @@ def _refuse_codes(checkpoint: Checkpoint) -> None:
             f"weight {tensor_text(found)}: add the settings with which it was made (some programs write them to a file "
             "beside it)"
         )
+
+
+def _check_copies(checkpoint: Checkpoint, table: dict[str, TensorSource], family: Family) -> None:
+    """ValueError if a tensor that is not read, because it repeats the embeddings, has other numbers than these."""
+    used, embed = {name for source in table.values() for name in source.names}, table["embed"].names[0]
+    for name in checkpoint.locations.keys() - used:
+        is_copy = name.endswith(COPIES) and name.endswith(family.unused) and embed in checkpoint.locations
+        if is_copy and not np.array_equal(checkpoint.read(name), checkpoint.read(embed)):
+            raise ValueError(
+                f"{checkpoint.locations[name].path}: tensor {tensor_text(name)} differs from {tensor_text(embed)}, "
+                "which this model uses in its place (tie_word_embeddings): set tie_word_embeddings to false in "
+                "config.json to use it, or remove the tensor"
+            )
 
 
 def _with_quantization_of_text(values: dict[str, Any]) -> dict[str, Any]:

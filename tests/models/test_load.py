@@ -209,3 +209,19 @@ def test_a_folder_that_is_no_path_is_named(directory):
     for read in (models.load, models.load_config):
         with pytest.raises(TypeError, match="directory must be str or PathLike, got .*pass the path of a folder"):
             read(directory)
+
+
+@pytest.mark.parametrize("is_equal", [True, False])
+def test_a_head_beside_tied_embeddings_must_repeat_them(tmp_path, is_equal):
+    """transformers 5 would use a head with other numbers, and other programs would not."""
+    config = tiny.CONFIG | dict(tie_word_embeddings=True)
+    made = tiny.tensors(config)
+    if is_equal:
+        made["lm_head.weight"] = made["model.embed_tokens.weight"]
+    tiny.write(tmp_path, config, made)
+    if is_equal:
+        assert models.load(tmp_path)[0].tied_embeddings
+        return
+    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' differs.*tie_word_embeddings"):
+        models.load(tmp_path)
+    models.load(tmp_path, head=False)

@@ -56,7 +56,7 @@ def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_pa
     logits, exact = (models.prompt_logits(mine, p, np.arange(9), chunk=4) for p in (params, wanted))
     assert np.abs(logits - exact).max() < 1e-4 * np.std(exact)
     assert models.load(packed)[1]["layers"][0]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
-    with pytest.raises(UnsupportedError, match=r"its weights are quantised \(mxfp4\); quantization must be None"):
+    with pytest.raises(UnsupportedError, match=r"its weights are quantised \(mxfp4\) already; leave quantization out"):
         models.load(packed, quantization="int8")
 
 
