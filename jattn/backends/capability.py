@@ -58,7 +58,7 @@ class Question:
     ) -> "Question":
         """From a layer, its cache (None: packed keys), a chip, and features that the spec does not show."""
         mla = isinstance(spec, MLASpec)
-        seen = _needed_features(spec, cache_spec) | {feature: "given in needs" for feature in needs}
+        seen = _needed_features(spec, cache_spec) | {feature: "the caller asks for it" for feature in needs}
         question = cls(
             head_size=spec.head_dim,
             v_head_size=None if mla else spec.v_head_dim,

@@ -71,10 +71,9 @@ def _check_layer(name: str, layer: LayerConfig, tensor_ranks: int, context_ranks
             "it, and so does jattn.models.fused_qkv"
         )
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    told = f"{ranks} ranks" + (f" ({tensor_ranks} tensor x {context_ranks} context)" if context_ranks > 1 else "")
     if heads % ranks:
-        raise ValueError(
-            f"{name} has {heads} query heads, which {ranks} ranks cannot share evenly; use a divisor of {heads}"
-        )
+        raise ValueError(f"{name} has {heads} query heads, which {told} cannot share evenly; use a divisor of {heads}")
     if kv_heads % tensor_ranks and tensor_ranks % kv_heads:  # a latent layer has 1
         raise ValueError(
             f"{name} has {kv_heads} kv heads: {tensor_ranks} ranks can neither share them evenly nor have one each; "
@@ -82,13 +81,13 @@ def _check_layer(name: str, layer: LayerConfig, tensor_ranks: int, context_ranks
         )
     if moe is not None and moe.num_experts % ranks:
         raise ValueError(
-            f"{name} has {moe.num_experts} experts, which {ranks} ranks cannot share evenly; use a divisor of "
+            f"{name} has {moe.num_experts} experts, which {told} cannot share evenly; use a divisor of "
             f"{moe.num_experts}"
         )
     dense = mlp.shared if isinstance(mlp, MoE) else mlp
     if dense is not None and dense.width % ranks:
         raise ValueError(
-            f"{name} has an MLP of width {dense.width}, which {ranks} ranks cannot share evenly; use a divisor of "
+            f"{name} has an MLP of width {dense.width}, which {told} cannot share evenly; use a divisor of "
             f"{dense.width}"
         )
 

@@ -224,7 +224,7 @@ def test_what_only_the_batch_tells_is_refused_at_build(toy):
         attn.build(batch(causal=False))
     with pytest.raises(UnsupportedError, match="causal per request not supported"):
         attn.build(batch(causal=[True, False, True, True]))
-    with pytest.raises(UnsupportedError, match="toy: non-causal attention not supported: given in needs"):
+    with pytest.raises(UnsupportedError, match="toy: non-causal attention not supported: the caller asks for it"):
         PagedAttention(SPEC, CACHE, "toy", needs=(Feature.NON_CAUSAL,))
 
 

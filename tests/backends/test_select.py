@@ -159,7 +159,7 @@ def test_what_nobody_can_lists_every_backend():
         backends.resolve(SPEC, CACHE, platform="cpu", needs=(Feature.KV_CONNECTOR,))
     assert tuple(refused.value.reasons) == backends.list_backends()
     for reasons in refused.value.reasons.values():  # split has the reasons of each half
-        assert any("KV connector not supported: given in needs" in reason for reason in reasons)
+        assert any("KV connector not supported: the caller asks for it" in reason for reason in reasons)
 
 
 def test_needs_change_the_choice(registered):

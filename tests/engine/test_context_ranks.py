@@ -105,7 +105,7 @@ def test_what_context_ranks_cannot_share_is_refused_with_its_numbers():
     six = models.config_of(
         COMMON | dict(model_type="llama", num_attention_heads=6, num_key_value_heads=2, vocab_size=60)
     )
-    with pytest.raises(ValueError, match="layer 0 has 6 query heads, which 4 ranks cannot share evenly"):
+    with pytest.raises(ValueError, match="6 query heads, which 4 ranks .2 tensor x 2 context. cannot share evenly"):
         models.ModelMesh.of(six, mesh(2, context=2))
     with pytest.raises(ValueError, match="the mesh has the axes"):
         engine(mesh=Mesh(np.array(jax.devices()[:2]), ("context",)))
