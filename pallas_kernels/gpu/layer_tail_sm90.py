@@ -288,6 +288,14 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
                     counter = arrivals.share_added(i - 1, lax.div(place, jnp.int32(of_share)))
                     arrivals.wait_before_tma(refs.counters, counter, cfg.rows)
 
+            if p.gated and p.splits > 1:
+
+                @when(b == p.blocks - 1)
+                def _():  # `_sums` takes this block as a sign that the squares of whole tokens have been stored
+                    for other in range(cfg.shares // 2):
+                        counter = arrivals.share_added(i - 1, (1 - share) * (cfg.shares // 2) + other)
+                        arrivals.wait_before_tma(refs.counters, counter, cfg.rows)
+
             start = jnp.int32(0), place * BLOCK
             ring.copy(sources[i], refs.x_tile, refs.barriers, number, start, (cfg.rows8, BLOCK))
             return carry

@@ -1,8 +1,11 @@
 """One launch for the rest of a layer: its tiles for many models, its waits in a simulation, and that it lowers."""
 
 import dataclasses
+import functools
 import itertools
 import random
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -314,6 +317,9 @@ class Launch:
                     share = block * self.c.shares // blocks
                     yield self.arrived(arrivals.share_added(i - 1, share), self.c.rows)
                     assert {("norm", i, row, share) for row in range(self.c.rows)} <= self.written
+                if p.gated and p.splits > 1 and b == p.blocks - 1:
+                    for share in range(self.c.shares):
+                        yield self.arrived(arrivals.share_added(0, share), self.c.rows)
                 if i == 2:
                     strips = self.c.products[1].strips
                     width = self.c.products[1].widths[0] // strips  # columns of h that a strip gives
@@ -386,6 +392,9 @@ class Launch:
                         if ring is weights:
                             assert wanted not in self.used
                             self.used[wanted] = True
+                    if p.gated and first + p.together == p.blocks:  # the factors need the squares of whole tokens
+                        shares = range(self.c.shares)
+                        assert {("norm", i, row, s) for row in range(self.c.rows) for s in shares} <= self.written
                     for ring, number, _ in taken:
                         ring.free[ring.place(number)[0]].arrive()
                 if p.gated and p.splits > 1:  # each of a pair sends what the other finishes
@@ -431,6 +440,36 @@ def check_launch(config: LayerTailConfig, late: int = 0, seed: int = 0, plan=Non
     if len(config.products) == 4 and not config.gives_sums:
         rows = {("row", row, share) for row in range(config.rows) for share in range(config.shares)}
         assert rows <= launch.written
+
+
+@pytest.mark.parametrize("name", ["Llama 8B", "Llama 8B, one of 4", "Llama 70B, one of 8"])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_the_last_tokens_of_a_gated_product_come_after_the_squares_of_all_shares(name, rows):
+    """The norm's factors are computed then, also by a CTA of a pair, which reads half of each token."""
+    config = choose(rows, *SHAPES[name], 132)
+    assert config is not None and config.shares > 1
+    first, gated, *_ = config.products
+    for cta in (0, 1, gated.units - 1):
+        done = loaded_tokens(config, cta)
+        places = [n for n, event in enumerate(done) if event == "copy"]
+        last = places[first.blocks * (cta < first.units) + gated.blocks - 1]
+        assert {arrivals.share_added(0, share) for share in range(config.shares)} <= set(done[:last])
+
+
+def loaded_tokens(config: LayerTailConfig, cta: int) -> list:
+    """What the warpgroup that loads tokens does: the number of each counter that it waits for, and each copy."""
+    done: list = []
+    loop = lambda first, end, body, carry: functools.reduce(lambda carry, b: body(b, carry), range(first, end), carry)
+    lax = types.SimpleNamespace(fori_loop=loop, rem=lambda a, b: a % b, div=lambda a, b: a // b)
+    with (
+        mock.patch.object(kernel, "lax", lax), mock.patch.object(kernel, "jnp", np),
+        mock.patch.object(kernel, "when", lambda condition: lambda run: run() if condition else None),
+        mock.patch.object(pairs, "number", lambda _: np.int32(cta)),
+        mock.patch.object(arrivals, "wait_before_tma", lambda _, counter, count: done.append(int(counter))),
+        mock.patch.object(kernel.Ring, "wait"), mock.patch.object(kernel.Ring, "copy", lambda *_: done.append("copy")),
+    ):  # fmt: skip
+        kernel._load_tokens(config, mock.MagicMock())
+    return done
 
 
 SIMULATED = [
