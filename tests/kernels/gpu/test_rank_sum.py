@@ -46,6 +46,8 @@ def test_every_rank_has_the_sum_of_all_and_no_other_byte_changes(ranks, hops, dt
     machine, times = Ranks(kernel.THREADS, arrays), np.zeros(largest, np.int32)
     for pieces in (largest, largest, 77, largest, 77, 77):  # both sets, and sums of fewer pieces between
         xs = rng.normal(size=(ranks, 4 * pieces)).astype(kind)
+        xs[:, :4] = -0.0
+        xs[-1, 4:8] = np.inf, -np.inf, np.nan, 6e-8  # the last is no normal number of float16
         for rank, x in enumerate(xs):
             machine.read(rank, "x")[: x.size] = x
             machine.read(rank, "total")[:] = 7
@@ -56,8 +58,10 @@ def test_every_rank_has_the_sum_of_all_and_no_other_byte_changes(ranks, hops, dt
         for x in xs[1:]:
             want = want + x.astype(np.float32)
         for rank in range(ranks):
-            np.testing.assert_array_equal(machine.read(rank, "total")[: 4 * pieces], want.astype(kind))
-            np.testing.assert_array_equal(machine.read(rank, "total")[4 * pieces :], 7)
+            total = machine.read(rank, "total").astype(np.float32)
+            np.testing.assert_array_equal(total[: 4 * pieces], want.astype(kind).astype(np.float32))
+            np.testing.assert_array_equal(total[4 * pieces :], 7)
+            assert np.signbit(total[:4]).all()
             np.testing.assert_array_equal(machine.read(rank, "so_far"), times)
     assert machine.no_other_byte_has_changed()
 
