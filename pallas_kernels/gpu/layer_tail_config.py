@@ -27,7 +27,7 @@ READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the 
 class ChainProduct:
     """y = x w of the chain. A strip is `pieces` * 64 columns of w; `splits` CTAs share the inner dimension of each.
 
-    Of a gated product two may, a pair: layer_tail_pairs_sm90.py.
+    The gated product has one split, or two: then a pair of CTAs shares each strip (layer_tail_pairs_sm90.py).
     """
 
     inner: int
@@ -241,11 +241,13 @@ def choose(
         wanted.append(ChainProduct(inner=hidden, widths=next_widths))
     rows8 = -(-rows // 8) * 8
     stages, slots = _ring_sizes(rows8, attention)
-    best = lambda product: min(_ways(product, rows8, ctas, slots), key=lambda p: micros(p, rows8), default=None)
-    gated = best(wanted[1])
+    fastest = lambda product, slots: min(
+        _ways(product, rows8, ctas, slots), key=lambda p: micros(p, rows8), default=None
+    )
+    gated = fastest(wanted[1], slots)
     if gated is not None and gated.splits > 1:
-        slots -= 1  # in whose place a pair receives sums
-    ways = (gated if product.gated else best(product) for product in wanted)
+        slots -= 1  # a pair receives sums in the memory of one
+    ways = (gated if product.gated else fastest(product, slots) for product in wanted)
     chosen = tuple(way for way in ways if way is not None)
     if len(chosen) < len(wanted):
         return None

@@ -6,6 +6,9 @@ same number in the other:
 
     columns 16 w + g       finished by CTA 0 of the pair, which adds what the other has sent to its shared memory
     columns 16 w + g + 8   by CTA 1
+
+w: the warp; g: the lane / 4. Each CTA waits for all threads of the other, so neither ends before the last store to its
+memory. It does so once a launch: the mbarrier has one phase, of parity 0.
 """
 
 import math
@@ -24,19 +27,19 @@ _FOUR = 16  # bytes that a thread sends of two tokens: their sums of gate and of
 
 
 def grid(cfg: LayerTailConfig) -> dict:
-    """Of plgpu.Mesh."""
+    """Arguments of plgpu.Mesh."""
     if not cfg.in_pairs:
         return dict(grid=(cfg.ctas,), grid_names=("cta",))
     return dict(grid=(cfg.ctas // 2,), grid_names=("pair",), cluster=(2,), cluster_names=("half",))
 
 
 def number(cfg: LayerTailConfig):
-    """i32: of this CTA."""
+    """i32: the number of this CTA."""
     return lax.axis_index("pair") * 2 + lax.axis_index("half") if cfg.in_pairs else lax.axis_index("cta")
 
 
 def initial(cfg: LayerTailConfig) -> str:
-    """PTX for one thread, if p is true: initialises the pair's mbarrier, from the address $0 of all on."""
+    """PTX for one thread, if p is true: initialises the pair's mbarrier. All mbarriers begin at the address $0."""
     return f"@p mbarrier.init.shared.b64 [$0+{8 * cfg.ring_barriers}], {THREADS}; " if cfg.in_pairs else ""
 
 
@@ -86,7 +89,10 @@ def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
 
 
 def _by_half(gate, up, half):
-    """({token: sums of it and the next, of gate, of up} of the columns that this CTA finishes, those of the other)."""
+    """(own, others): token -> [gate of it, gate of the next token, up of it, of the next], of the columns of each CTA.
+
+    The tokens are those of lane 0 of four: lane t has the tokens 2 t further on.
+    """
     own, others = {}, {}
     fragments = [dict(zip(rows.pair_places(x), x.registers.flat, strict=True)) for x in (gate, up)]
     is_first = ptx.equal(half, ptx.i32(0))
@@ -99,7 +105,7 @@ def _by_half(gate, up, half):
 
 
 def _send(here, barrier, half, fours) -> None:
-    """Stores fours in the other CTA's memory, where `here` is this one's, and arrives at its mbarrier."""
+    """Stores fours in the other CTA's memory and arrives at its mbarrier. here, barrier: the places in this CTA's."""
     other = arith.subi(ptx.i32(1), half)
     target = of_peer(here, other)
     for i, four in enumerate(fours.values()):

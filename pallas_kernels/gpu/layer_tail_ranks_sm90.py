@@ -1,10 +1,10 @@
 """Sums over the ranks (devices) of a mesh inside layer_tail_sm90.py, by each thread with those of the other ranks.
 
-A thread rounds its sums to bfloat16, and so are the totals (peer_sums_sm90.py): all ranks have equal bits.
+A thread's sums are rounded to bfloat16, and so are the totals (peer_sums_sm90.py): all ranks have equal bits.
 
 Once a step, `exchange` allocates the memory for this and tells every rank its addresses (peer_memory_sm90.py). A thread
-may overwrite what its other launch received: o's sums of the next layer are sent by a thread that has had the total of
-down from this one, whose sender had read o's sums before; and so for down.
+may overwrite what another rank received in the launch before: it sends o's sums of the next layer after it has had
+down's total of this one, for which every rank had sent after it had read o's sums; and so for down.
 """
 
 import jax

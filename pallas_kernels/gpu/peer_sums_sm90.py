@@ -17,12 +17,12 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.peer_words_sm90 import differs
 
 RATE = 240e3  # bytes a microsecond that a rank sends to the others together, measured on four H200s
-HOP = 2.5  # microseconds
+HOP = 2.5  # microseconds that a second hop takes
 WARP = 32
 
 
 def hops(ranks: int, sent: int) -> int:
-    """1 or 2, whichever is faster, where a rank's pieces have so many bytes as they are sent."""
+    """1 or 2, whichever is faster. sent: bytes of a rank's pieces and of the numbers beside their words."""
     saved = (ranks - 1) * (ranks - 2) / ranks * sent / RATE
     return 2 if saved > HOP else 1
 
@@ -37,7 +37,7 @@ class Piece:
     """What a thread adds up: four numbers, as words that are sent together in pairs."""
 
     pairs: Sequence[Sequence]  # of this rank
-    turn: object  # i32, the number of the sum
+    turn: object  # i32, the number of the sum, sent beside its words
     works: object  # i32, 0: there is no such piece
     owner: object  # i32
     places: Callable  # (base of a rank's memory, rank that sends) -> the address of each pair

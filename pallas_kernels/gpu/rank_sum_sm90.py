@@ -3,8 +3,8 @@
 A thread has pieces, four numbers each, which it adds up with the same thread of every other rank (peer_sums_sm90.py):
 all ranks have equal bits.
 
-Two sets of words take turns. A rank that stores to a set has had the sum before, to which every rank had sent after it
-had read that set's.
+Two sets of words take turns. A rank stores to a set after it has had the sum before, in the other set. Every rank sent
+its part of that sum after it had read all that it waited for in this set.
 """
 
 import dataclasses
