@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -124,10 +125,29 @@ MAX_PEERS = 8
 def are_peers(devices: Sequence[Any]) -> bool:
     """Can a Mosaic kernel on one of these devices write to the memory of the others?
 
-    They must be JAX's first devices in order, and of one process: JAX numbers the peers of a kernel so.
+    They must be JAX's first devices in order, and of one process: JAX numbers the peers of a kernel so. And the driver
+    must let each reach the others: on some hosts, and in some virtual machines, only copies through the host can.
     """
     ids = [device.id for device in devices]
-    return jax.process_count() == 1 and ids == list(range(len(ids))) and len(ids) <= MAX_PEERS
+    is_known = jax.process_count() == 1 and ids == list(range(len(ids))) and len(ids) <= MAX_PEERS
+    return is_known and _reach_one_another(tuple(getattr(device, "local_hardware_id", None) for device in devices))
+
+
+@functools.cache
+def _reach_one_another(numbers: tuple[int | None, ...]) -> bool:
+    """Can each of these GPUs, by CUDA's numbers, reach the memory of the others? Yes where its driver does not say."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    for pair in itertools.permutations(numbers, 2):
+        handles, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
+        found = None not in pair and all(
+            driver.cuDeviceGet(ctypes.byref(handle), number) == 0 for handle, number in zip(handles, pair, strict=True)
+        )
+        if found and driver.cuDeviceCanAccessPeer(ctypes.byref(answer), *handles) == 0 and not answer.value:
+            return False
+    return True
 
 
 def chip_of(platform: "str | Chip | None") -> Chip:

@@ -99,3 +99,39 @@ def test_vmap_merges_by_collectives():
 
 def merges_by_collectives(text: str):
     assert "stablehlo.all_gather" in text and "merge_ranks" not in text and "peer_addresses" not in text
+
+
+class Driver:
+    """CUDA's driver with two pairs of GPUs, of which no pair reaches the other."""
+
+    def __init__(self, fails: str = ""):
+        self.fails = fails
+
+    def cuDeviceGet(self, handle, number):
+        handle._obj.value = 100 + number
+        return 3 if self.fails == "get" else 0
+
+    def cuDeviceCanAccessPeer(self, answer, a, b):
+        answer._obj.value = (a.value - 100) // 2 == (b.value - 100) // 2
+        return 999 if self.fails == "ask" else 0
+
+
+@pytest.mark.parametrize(
+    ("driver", "count", "expected"),
+    [(Driver(), 1, True), (Driver(), 2, True), (Driver(), 3, False), (Driver(), 4, False), (None, 4, True),
+     (Driver("get"), 4, True), (Driver("ask"), 4, True)],
+)  # fmt: skip
+def test_launches_write_only_to_gpus_that_the_driver_lets_reach_one_another(driver, count, expected, monkeypatch):
+    def library(name):
+        if driver is None:
+            raise OSError(name)
+        return driver
+
+    monkeypatch.setattr(device.ctypes, "CDLL", library)
+    device._reach_one_another.cache_clear()
+    gpus = [mock.Mock(id=number, local_hardware_id=number) for number in range(count)]
+    try:
+        assert device.are_peers(gpus) is expected
+        assert not device.are_peers(gpus[::-1]) or count == 1
+    finally:
+        device._reach_one_another.cache_clear()
