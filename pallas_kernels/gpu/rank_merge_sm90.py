@@ -25,7 +25,9 @@ from pallas_kernels.gpu.peer_memory_sm90 import Table
 from pallas_kernels.gpu.peer_words_sm90 import IF, PIECE, differs, place_of, store_piece
 
 THREADS = 128
-MAX_PIECES = 2**16  # threads that wait for one another: 512 CTAs, 4 for each SM of a Hopper GPU
+MAX_PIECES = 2**16
+"""Threads that wait for those of their number on other ranks: 512 CTAs. With 8 ranks a thread has 98 registers, so that
+an SM holds 4 CTAs and 128 SMs hold all. On fewer SMs those of the lowest numbers run first on every rank, and end."""
 _SETS = 2
 _WORDS = 10  # of a piece that is sent: four numbers and a log-sum-exp, each with the number of the merge
 _PLANES = (0, 4), (4, 4), (8, 2)  # (words of a piece before those that are stored together, so many)
