@@ -130,7 +130,7 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
     found |= {"control race": faults.race, "control bounds": faults.bounds}
     found |= {f"many_rows {'gated' if g else 'joined'}": functools.partial(product_of_many_rows, g) for g in (0, 1)}
     found["layer_tail"] = functools.partial(tail, (1024, 1024, 2048, (1024, 256, 256)), in_pairs=False)
-    return found | {"layer_tail pairs": functools.partial(tail, (2048, 512, 1792, (512, 128, 128)), in_pairs=True)}
+    return found | {"tail_pairs": functools.partial(tail, (2048, 512, 1792, (512, 128, 128)), in_pairs=True)}
 
 
 def find_sanitizer() -> str | None:
