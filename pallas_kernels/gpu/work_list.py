@@ -339,6 +339,7 @@ def _divmod(x, y):
 def _assign(info, cost, config) -> GpuWorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
     heads, ctas = config.num_kv_heads, config.workers
+    cost, shift = _in_32_bits(cost, heads)
     few, keys = _kinds(info, cost)
     tiles = jnp.sum(cost > 0, dtype=jnp.int32)
     exceeds_l2 = _prefill_exceeds_l2(few, keys, config)
@@ -364,7 +365,7 @@ def _assign(info, cost, config) -> GpuWorkList:
     cuts, waves = jnp.where(even, even_cuts, cuts), jnp.where(even, 0, waves)
     at = jnp.sum(ends[None, :] <= cuts[:, None], axis=1, dtype=jnp.int32)
     at_end, at = at >= num_units, jnp.minimum(at, num_units - 1)
-    units, blocks = _snap(at, cuts - (ends[at] - each[at]), info[tile[at]], config)
+    units, blocks = _snap(at, (cuts - (ends[at] - each[at])) << shift, info[tile[at]], config)
     units, blocks = jnp.where(at_end, num_units, units), jnp.where(at_end, 0, blocks)
     u0, b0, u1, b1 = units[:-1], blocks[:-1], units[1:], blocks[1:]
     joins = [jnp.where(whole, -1, join) if n == 0 else join for n, join in enumerate(_joins(units, blocks))]
@@ -379,6 +380,16 @@ def _assign(info, cost, config) -> GpuWorkList:
     spread = lambda x: jnp.broadcast_to(x, (ctas,))
     columns = [spread(waves), u0, b0, u1, b1, backward, spread(set_units), spread(set_heads)]
     return GpuWorkList(info=info, cta=_columns(columns, joins))
+
+
+def _in_32_bits(cost, heads: int):
+    """(cost >> shift, shift): the costs of all units, of `heads` for each tile, then add up to less than 2 ** 31.
+
+    Those of one prompt of 600 000 tokens with 32 query heads add up to 3e9.
+    """
+    total = jnp.sum(cost.astype(jnp.float32)) * heads
+    shift = jnp.sum(total >= 2.0 ** jnp.arange(30, 60), dtype=jnp.int32)
+    return jnp.where(cost > 0, jnp.maximum(cost >> shift, 1), 0), shift
 
 
 def _equal_parts(each, ends, ctas):

@@ -203,6 +203,19 @@ def test_units_stay_whole_where_cutting_saves_less_than_it_costs(batch, whole):
 
 
 @pytest.mark.parametrize(
+    "batch", [[(40_000, 2_000_000)], [(20_000, 2_000_000), (1, 1_500_000), (30_000, 900_000), (0, 0), (7, 2_000_000)]]
+)
+def test_costs_of_more_than_32_bits_are_shared_out(batch):
+    """As those of one prompt of 600 000 tokens with 32 query heads, of which most tiles had no CTA."""
+    config, *rest, info, cta, join = make(batch, RULES["causal"], group=8)
+    check_once(config, *rest, info, cta, join)
+    blocks = info[:, wl.NBLK].astype(np.int64)
+    load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
+    assert np.sum(blocks * (info[:, wl.NROWS] > 0)) * config.num_kv_heads * config.long_weight > 2**31
+    assert max(load) <= 1.05 * np.mean(load)
+
+
+@pytest.mark.parametrize(
     ("batch", "group", "pad", "parts"),
     [
         ([(512, 32768)], 2, 0, 2),  # 64 units
