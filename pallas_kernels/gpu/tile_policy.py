@@ -130,15 +130,17 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     config = request.config
     if request.rows is None:
         return {}
-    few = _is_few(request)
-    chosen: dict[str, Any] = {"long_tiles": not few, "flat_list": FLAT_LIST and few}
+    few, keys = _is_few(request), _most_keys(request)
+    chosen: dict[str, Any] = {"long_tiles": not few}
     if narrow_rows := _narrow_rows(request):
         narrow = _with(request, long_tiles=False, narrow_rows=narrow_rows, block_kv=128)
         few_units = not config.quantised and 0 < _units(request) < config.num_ctas  # then one stage is enough
         stages = _stages_that_fit(narrow, 128, most=4)
         if stages >= (1 if few_units else 2) and not supports(_with(request, narrow, stages=stages)):
             chosen["narrow_rows"] = narrow_rows
-    return chosen
+    block = 128 if "narrow_rows" in chosen else 64
+    is_counted = keys is None or _can_be_counted(request, keys, block, config.num_ctas)  # else the ranked list
+    return chosen | {"flat_list": FLAT_LIST and few and is_counted}
 
 
 def _with(request: TileRequest, config: GpuKernelConfig | None = None, **fields) -> GpuKernelConfig:
@@ -156,7 +158,8 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
         many = keys != request.keys or request.requests >= MANY_REQUESTS
         useful = many and keys is not None and keys <= PIPELINE_KEYS
     else:
-        useful = _units(request) >= UNITS_PER_CTA * config.num_ctas and _can_be_counted(request, keys)
+        useful = keys is not None and _can_be_counted(request, keys, 64, 2 * config.num_ctas)
+        useful = useful and _units(request) >= UNITS_PER_CTA * config.num_ctas
         useful = useful and (config.head_dim <= 128 or (keys or 0) <= SMALL_BLOCK_KEYS)
     if not useful:
         return {}
@@ -169,9 +172,9 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
     return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS}
 
 
-def _can_be_counted(request: TileRequest, keys: int | None) -> bool:
-    """Do blocks of 64 keys times workers fit in 32 bits, as the work list multiplies them?"""
-    return keys is not None and _units(request) * -(-keys // 64) * 2 * request.config.num_ctas < 2**31
+def _can_be_counted(request: TileRequest, keys: int, block: int, workers: int) -> bool:
+    """Do blocks of so many keys times workers fit in 32 bits, as the flat list multiplies them?"""
+    return _units(request) * -(-keys // block) * workers < 2**31
 
 
 def _units(request: TileRequest) -> int:

@@ -8,6 +8,8 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tile_policy import default_config
 
 SHAPE = dict(head_dim=128, v_head_dim=128, page_size=16, block_kv=128)
 BATCHES = {
@@ -203,7 +205,7 @@ def test_units_stay_whole_where_cutting_saves_less_than_it_costs(batch, whole):
 
 
 @pytest.mark.parametrize(
-    "batch", [[(40_000, 2_000_000)], [(20_000, 2_000_000), (1, 1_500_000), (30_000, 900_000), (0, 0), (7, 2_000_000)]]
+    "batch", [[(31_000, 2_000_000)], [(20_000, 2_000_000), (1, 1_500_000), (30_000, 900_000), (0, 0), (7, 2_000_000)]]
 )
 def test_costs_of_more_than_32_bits_are_shared_out(batch):
     """As those of one prompt of 600 000 tokens with 32 query heads, of which most tiles had no CTA."""
@@ -213,6 +215,18 @@ def test_costs_of_more_than_32_bits_are_shared_out(batch):
     load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
     assert np.sum(blocks * (info[:, wl.NROWS] > 0)) * config.num_kv_heads * config.long_weight > 2**31
     assert max(load) <= 1.05 * np.mean(load)
+
+
+@pytest.mark.parametrize(("requests", "flat"), [(900, True), (1024, False)])
+def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(requests, flat):
+    """Blocks times workers: requests of 262144 keys that share most of them fit in a card."""
+    keys = 262_144
+    config = default_config(**SHAPE, num_heads=32, num_kv_heads=8, rows=4, keys=keys, requests=requests)
+    assert config.flat_list == flat and not supports(config)
+    starts, seqs = np.arange(requests + 1, dtype=np.int32), np.full(requests, keys, np.int32)
+    work = jax.jit(lambda a, b: wl.build_work_list(a, b, requests, config))(starts, seqs)
+    info, cta = np.asarray(work.info), np.asarray(work.cta)
+    check_once(config, starts, seqs, requests, info, cta, cta[:, wl.JOIN :])
 
 
 @pytest.mark.parametrize(
