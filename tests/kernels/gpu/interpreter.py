@@ -21,6 +21,7 @@ from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 
 from jattn.ops import quantised
+from tests.kernels.gpu.interpreter_eight_bits import PTX_OF_EIGHT_BITS
 from tests.kernels.gpu.interpreter_parts import PTX_OF_PARTS, flat_rows
 
 _COPIES = {}  # of each CTA: groups of copies (where to, array) that are not waited for; the last group is open
@@ -172,6 +173,7 @@ def _load_rows(closure, source, tile, tok0, head0, row0, nrows, first_chunk):
     chunks, steps = closure["chunks"], closure["steps"] // closure["parts"]
     chunk = int(first_chunk) + np.arange(128 * steps)
     tokens, heads = flat_rows(closure, tok0, head0, row0)
+    tile = tile.view(source.dtype)  # whose bits are copied: queries that are converted come to a tile of another dtype
     for row, column in zip(chunk // chunks, chunk % chunks * 8, strict=True):
         here = slice(column, column + 8)
         tile[row, here] = source[tokens[row], heads[row], here] if row < nrows else 0
@@ -205,9 +207,8 @@ def _store_rows(closure, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, c
 
 
 def _store_tile(closure, tile, out_ref, lse_ref, lse, tok0, head0, row0, nrows):
-    _store_rows(
-        closure, out_ref, lse_ref, tile[:, : closure["dim"]].astype(np.float32), lse, tok0, head0, row0, nrows, 0
-    )
+    out = tile.view(out_ref.dtype)[:, : closure["dim"]].astype(np.float32)  # whose dtype may be another
+    _store_rows(closure, out_ref, lse_ref, out, lse, tok0, head0, row0, nrows, 0)
 
 
 def _store_partial(closure, acc_ref, lse_ref, acc, lse, slot, row0, nrows, column):
@@ -507,7 +508,8 @@ def _store_results(closure, memory, total, wg, strip, tile, split, *gmem):
     part[...] = (sums * factors).astype(out.dtype)
 
 
-PTX = PTX_OF_PARTS | {
+_OF_OTHER_FILES = PTX_OF_PARTS | PTX_OF_EIGHT_BITS
+PTX = _OF_OTHER_FILES | {
     "decoded_columns": _decoded_columns,
     "scales_of_columns": lambda closure, scales, wg: (scales.astype(np.float32)[64 * int(wg) + _columns_of_rows()],),
     "store_results": _store_results,

@@ -64,6 +64,20 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
         MIXED, TWO | dict(num_heads=8, mask=MaskRule(left=50), has_sinks=True, layout="NHD"),
         dict(window=(50, -1), sinks=None),
     ),
+    "mixed, soft cap without a maximum": (
+        MIXED, ONE | dict(logits=LogitRule(scale=0.1, soft_cap=5.0)), dict(soft_cap=5.0)
+    ),
+    "mixed, int8": (MIXED, ONE | INT8 | dict(q_buffers=1, keys_first=True), {}),
+    "mixed in short tiles, e4m3": (
+        ((6, 100), (3, 200), (0, 0), (9, 9)), ONE | dict(kv_dtype="float8_e4m3fn", block_kv=64, v_head_dim=32), {}
+    ),
+    "mixed, f16, e5m2 with token scales, NHD": (
+        MIXED, ONE | dict(kv_dtype="float8_e5m2", token_scales=True, dtype="float16", layout="NHD", page_size=16), {}
+    ),
+    "prefill in parts, bf16, int8 with token scales, D 192 V 160": (
+        ((70, 300),),
+        ONE | INT8 | dict(token_scales=True, head_dim=192, v_head_dim=160, block_kv=64, q_buffers=1, num_ctas=4), {}
+    ),
     "prefill in parts, two pipelines, D 128": (
         ((70, 300),), TWO | dict(head_dim=128, v_head_dim=128, num_ctas=4, page_size=64), {}
     ),
