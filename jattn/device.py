@@ -140,14 +140,14 @@ def _reach_one_another(numbers: tuple[int | None, ...]) -> bool:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return True
-    for pair in itertools.permutations(numbers, 2):
-        handles, answer = (ctypes.c_int(), ctypes.c_int()), ctypes.c_int()
-        found = None not in pair and all(
-            driver.cuDeviceGet(ctypes.byref(handle), number) == 0 for handle, number in zip(handles, pair, strict=True)
-        )
-        if found and driver.cuDeviceCanAccessPeer(ctypes.byref(answer), *handles) == 0 and not answer.value:
-            return False
-    return True
+    handles, answer = [ctypes.c_int() for _ in numbers], ctypes.c_int()
+    for handle, number in zip(handles, numbers, strict=True):
+        if number is None or driver.cuDeviceGet(ctypes.byref(handle), number) != 0:
+            return True
+    return not any(
+        driver.cuDeviceCanAccessPeer(ctypes.byref(answer), *pair) == 0 and not answer.value
+        for pair in itertools.permutations(handles, 2)
+    )
 
 
 def chip_of(platform: "str | Chip | None") -> Chip:
