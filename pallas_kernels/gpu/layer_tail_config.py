@@ -50,6 +50,11 @@ class ChainProduct:
         return self.width // self.columns
 
     @property
+    def is_paired(self) -> bool:
+        """Does a pair of CTAs share each strip?"""
+        return self.gated and self.splits > 1
+
+    @property
     def units(self) -> int:
         """CTAs that have work."""
         return self.strips * self.splits
@@ -157,7 +162,7 @@ class LayerTailConfig:
     @property
     def in_pairs(self) -> bool:
         """Are CTAs launched in clusters of two, numbers 2 i and 2 i + 1?"""
-        return any(p.gated and p.splits > 1 for p in self.products)
+        return any(p.is_paired for p in self.products)
 
     @property
     def ring_barriers(self) -> int:
@@ -196,7 +201,7 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(p.units > c.ctas, f"{p.units} units of {p.widths}: there are {c.ctas} CTAs")
         pair = p.splits == 2 and p.pieces == 2 and c.ctas % 2 == 0
         refuse(
-            p.gated and p.splits > 1 and not pair,
+            p.is_paired and not pair,
             f"a gated product of {p.pieces} pieces shared by {p.splits} of {c.ctas} CTAs: wanted 2 pieces shared by 2 "
             "of an even number",
         )
@@ -245,7 +250,7 @@ def choose(
         _ways(product, rows8, ctas, slots), key=lambda p: micros(p, rows8), default=None
     )
     gated = fastest(wanted[1], slots)
-    if gated is not None and gated.splits > 1:
+    if gated is not None and gated.is_paired:
         slots -= 1  # a pair receives sums in the memory of one
     ways = (gated if product.gated else fastest(product, slots) for product in wanted)
     chosen = tuple(way for way in ways if way is not None)

@@ -20,7 +20,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.layer_tail_config import PIECE, THREADS, LayerTailConfig
-from pallas_kernels.gpu.packed_sums_sm90 import of_peer
+from pallas_kernels.gpu.ptx_sm90 import of_peer
 
 _WGMMA = plgpu.Layout.WGMMA
 _FOUR = 16  # bytes that a thread sends of two tokens: their sums of gate and of up
@@ -41,12 +41,6 @@ def number(cfg: LayerTailConfig):
 def initial(cfg: LayerTailConfig) -> str:
     """PTX for one thread, if p is true: initialises the pair's mbarrier. All mbarriers begin at the address $0."""
     return f"@p mbarrier.init.shared.b64 [$0+{8 * cfg.ring_barriers}], {THREADS}; " if cfg.in_pairs else ""
-
-
-def wait_for_start(cfg: LayerTailConfig) -> None:
-    """Inside inline_mgpu: all threads of the CTA, or of the pair, see the mbarriers."""
-    pair = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-    ptx.asm(pair if cfg.in_pairs else "bar.sync 0;", "")
 
 
 def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):

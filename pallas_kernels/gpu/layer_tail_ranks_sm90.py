@@ -15,11 +15,11 @@ from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.layer_tail_config import MAX_CTAS, THREADS, LayerTailConfig
 from pallas_kernels.gpu.peer_memory_sm90 import Table
-from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, packed
+from pallas_kernels.gpu.token_share_sm90 import TokenShare
 
 _PRODUCTS = 2  # whose sums are sent: o and down
 _COLUMN_BYTES = 4  # of a column that is sent: a bfloat16, and half of the number beside each word of two
-_WORDS = peer_sums.Words("r", floats, packed)
+_WORDS = peer_words.words_of("bfloat16")
 
 
 def exchange(cfg: LayerTailConfig) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -44,9 +44,9 @@ def sum_over_ranks(cfg: LayerTailConfig, product: int, share: TokenShare, refs, 
             return [share.place(base, quad, _COLUMN_BYTES, row)]
 
         owner = peer_sums.owner(ptx.add(quad, ptx.mul(share.row, peer_sums.WARP)), cfg.ranks)
-        return peer_sums.Piece([packed(four)], turn, inside, owner, places)
+        return peer_sums.Piece([_WORDS.rounded(four)], turn, inside, owner, places)
 
     pieces = [piece(*quad, four) for quad, four in zip(share.quads, fours, strict=True)]
     hops = peer_sums.hops(cfg.ranks, cfg.rows * cfg.hidden * _COLUMN_BYTES)
     found = peer_sums.sums(pieces, _WORDS, hops, Table(table, (received, so_far), cfg.ranks), received)
-    return [floats(words) for words in found]
+    return [_WORDS.floats(words) for words in found]

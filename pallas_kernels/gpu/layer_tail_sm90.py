@@ -188,7 +188,7 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
         text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
         ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
-        pairs.wait_for_start(cfg)
+        ptx.wait_for_cluster(2 if cfg.in_pairs else 1)
 
     start(refs.barriers, refs.cleared, pairs.number(cfg))
 
@@ -199,7 +199,7 @@ def _is_active(product, cta):
 
 def _place(product, cta):
     """(strip, share of the inner dimension) of a CTA."""
-    if product.gated and product.splits > 1:
+    if product.is_paired:
         return lax.div(cta, jnp.int32(2)), lax.rem(cta, jnp.int32(2))
     return lax.rem(cta, jnp.int32(product.strips)), lax.div(cta, jnp.int32(product.strips))
 
@@ -288,7 +288,7 @@ def _load_tokens(cfg: LayerTailConfig, refs: _Refs):
                     counter = arrivals.share_added(i - 1, lax.div(place, jnp.int32(of_share)))
                     arrivals.wait_before_tma(refs.counters, counter, cfg.rows)
 
-            if p.gated and p.splits > 1:
+            if p.is_paired:
 
                 @when(b == p.blocks - 1)
                 def _():  # `_sums` takes this block as a sign that the squares of whole tokens have been stored
@@ -329,7 +329,7 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
         @when(cta < p.units)
         def _():
             accs, factors = _sums(cfg, refs, p, w_before, x_before)
-            if p.gated and p.splits > 1:
+            if p.is_paired:
                 pairs.store(cfg, refs, *accs, factors, strip * PIECE)
             elif p.gated:
                 half = p.pieces // 2

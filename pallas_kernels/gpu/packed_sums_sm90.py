@@ -16,6 +16,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
+from pallas_kernels.gpu.ptx_sm90 import of_peer
 
 Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
 """values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
@@ -120,10 +121,7 @@ def scale_number(dtype: str, words, i: int):
 
 def wait_for_all(cfg):
     """All threads of the cluster; what they stored becomes visible."""
-    if cfg.splits == 1:
-        ptx.asm("bar.sync 0;", "")
-    else:
-        ptx.asm("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;", "")
+    ptx.wait_for_cluster(cfg.splits)
 
 
 def wait_to_leave(cfg):
@@ -154,12 +152,6 @@ def add_up(cfg, here: Results, base, split, wg):
         if cfg.is_whole:
             total = arith.mulf(total, _one_scale(cfg, here, at, is_used))
         _store(cfg.dtype, place_of(here.out, row, ptx.i32(cfg.joined_width), at, ITEM_BYTES[cfg.dtype]), total, is_used)
-
-
-def of_peer(place, rank):
-    """The same SMEM address in another CTA of the cluster, an int or i32."""
-    rank = ptx.i32(rank) if isinstance(rank, int) else rank
-    return ptx.asm_value("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", place, rank)
 
 
 def _one_scale(cfg, here: Results, column, is_used):

@@ -14,7 +14,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.peer_words_sm90 import differs
+from pallas_kernels.gpu.peer_words_sm90 import Words, differs
 
 RATE = 240e3  # bytes a microsecond that a rank sends to the others together, measured on four H200s
 HOP = 2.5  # microseconds that a second hop takes
@@ -41,15 +41,6 @@ class Piece:
     works: object  # i32, 0: there is no such piece
     owner: object  # i32
     places: Callable  # (base of a rank's memory, rank that sends) -> the address of each pair
-
-
-@dataclasses.dataclass(frozen=True)
-class Words:
-    """How four numbers are words."""
-
-    kind: str  # of a word in PTX: r of i32, f of f32
-    floats: Callable  # words -> four f32
-    rounded: Callable  # four f32 -> words
 
 
 def sums(pieces: Sequence[Piece], words: Words, hops: int, table, received) -> list[list]:

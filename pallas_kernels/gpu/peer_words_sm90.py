@@ -6,7 +6,8 @@ fence, no counter and no barrier. Memory that words are sent to begins with zero
 What is exchanged is divided into pieces of four numbers.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 from jax._src.lib.mlir.dialects import arith
 
@@ -26,12 +27,32 @@ def differs(a, b: int):
     return ptx.bool_to_i32(arith.cmpi(arith.CmpIPredicate.ne, a, ptx.i32(b)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """How a piece of an array is words."""
+
+    count: int
+    kind: str  # of a word in PTX: r of i32, f of f32
+    floats: Callable  # words -> four f32
+    rounded: Callable  # four f32 -> words
+
+
+def words_of(dtype: str) -> Words:
+    """Four float32 are four words, four bfloat16 or float16 are two."""
+    if dtype == "float32":
+        return Words(4, "f", list, list)
+    of_half = ptx.float_of_bf16 if dtype == "bfloat16" else ptx.float_of_f16
+    return Words(
+        2, "r",
+        lambda words: [of_half(word, half) for word in words for half in range(2)],
+        lambda values: [ptx.pack_16bit(*values[i : i + 2], dtype) for i in (0, 2)],
+    )  # fmt: skip
+
+
 def store_piece(dtype: str, base, number, values: Sequence, works) -> None:
     """Stores four f32 as a piece of an array of this dtype, if `works` is not 0."""
-    if dtype == "float32":
-        store_words(base, number, values, works, "f")
-    else:
-        store_words(base, number, [ptx.pack_16bit(*values[i : i + 2], dtype) for i in (0, 2)], works, "r")
+    words = words_of(dtype)
+    store_words(base, number, words.rounded(values), works, words.kind)
 
 
 def store_words(base, number, words: Sequence, works, kind: str) -> None:

@@ -252,6 +252,18 @@ def shuffle_xor_word(word, distance: int):
     return asm_value(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=r,r", word)
 
 
+def of_peer(place, rank):
+    """The same SMEM address in another CTA of the cluster, an int or i32."""
+    rank = i32(rank) if isinstance(rank, int) else rank
+    return asm_value("mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", place, rank)
+
+
+def wait_for_cluster(ctas: int):
+    """All threads of a cluster of so many CTAs; what they stored becomes visible."""
+    cluster = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
+    asm(cluster if ctas > 1 else "bar.sync 0;", "")
+
+
 def transpose_8x8(word):
     """Transposes an 8 x 8 matrix of 16-bit values, two in each lane of the warp."""
     return asm_value("movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", word)

@@ -22,7 +22,7 @@ from pallas_kernels.gpu import peer_sums_sm90 as peer_sums
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.peer_memory_sm90 import Table
-from pallas_kernels.gpu.peer_words_sm90 import KINDS, PIECE, place_of, store_words
+from pallas_kernels.gpu.peer_words_sm90 import KINDS, PIECE, Words, place_of, store_words, words_of
 
 THREADS = 128
 MAX_BYTES = 2**25
@@ -84,36 +84,24 @@ def _sum(cfg: RankSum, dtype: str, size: tuple[int, int, int], first, *refs):
     def sum_up(ctx, first, x, received, so_far, table, total):
         x, received, so_far, total = (ptx.pointer(ref, 0) for ref in (x, received, so_far, total))
         thread = ptx.add(ptx.scalar_value(first), ptx.thread_index())
-        numbers, pieces = [], []
+        own, numbers, pieces = words_of(dtype), [], []
         for i in range(each):
             number = ptx.add(thread, ptx.i32(i * threads))
             is_piece = ptx.less(number, ptx.i32(count))
             numbers.append(arith.select(is_piece, number, ptx.i32(0)))
-            pieces.append(_piece(cfg, dtype, numbers[-1], ptx.bool_to_i32(is_piece), x, so_far))
+            pieces.append(_piece(cfg, own, numbers[-1], ptx.bool_to_i32(is_piece), x, so_far))
         hops = peer_sums.hops(cfg.ranks, 2 * PIECE * count * jnp.dtype(dtype).itemsize)
         table = Table(table, (received, so_far), cfg.ranks)
-        found = peer_sums.sums(pieces, _words(dtype), hops, table, received)
+        found = peer_sums.sums(pieces, own, hops, table, received)
         for number, piece, words in zip(numbers, pieces, found, strict=True):
-            store_words(total, number, words, piece.works, _words(dtype).kind)
+            store_words(total, number, words, piece.works, own.kind)
 
     sum_up(jnp.int32(first), *refs)
 
 
-def _words(dtype: str) -> peer_sums.Words:
-    """Four numbers are two words of 16-bit numbers, or four."""
-    if dtype == "float32":
-        return peer_sums.Words("f", list, list)
-    of_half = ptx.float_of_bf16 if dtype == "bfloat16" else ptx.float_of_f16
-    return peer_sums.Words(
-        "r",
-        lambda words: [of_half(word, half) for word in words for half in range(2)],
-        lambda values: [ptx.pack_16bit(*values[i : i + 2], dtype) for i in (0, 2)],
-    )
-
-
-def _piece(cfg: RankSum, dtype: str, number, works, x, so_far) -> peer_sums.Piece:
-    """The piece of this number of the array at x."""
-    kind, count = _words(dtype).kind, 4 if dtype == "float32" else 2
+def _piece(cfg: RankSum, own: Words, number, works, x, so_far) -> peer_sums.Piece:
+    """The piece of this number of the array at x, whose pieces are such words."""
+    kind, count = own.kind, own.count
     text = f"ld.global.nc.v{count}.{KINDS[kind]} {{{', '.join(f'${k}' for k in range(count))}}}, [${count}];"
     constraints = ",".join((*(f"={kind}",) * count, "l"))
     words = ptx.asm_values(text, constraints, count, place_of(x, number, 4 * count), pure=True)
