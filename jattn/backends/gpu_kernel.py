@@ -73,22 +73,23 @@ def kernel_config(
     by_warps = functools.partial(warp_config, processors=processors, **fields)
     if not by_wgmma(chip, cache_spec.block_size):
         return by_warps(chip=chip.generation or HOPPER.generation)
-    config = default_config(keys=keys, requests=requests, card=device.card(), **fields)
-    if _lacks_registers(config, chip):
+    has_equal_shares = chip == device.detect() and not device.keeps_registers()
+    modest = dict(computing=2, weights_first=False) if has_equal_shares else {}
+    config = default_config(keys=keys, requests=requests, card=device.card(), **fields, **modest)
+    if has_equal_shares and _lacks_registers(config):
         instead = by_warps(chip=TILES_8BIT if config.quantised else HOPPER.generation)
         return config if warps_support(instead) else instead
     return config
 
 
-def _lacks_registers(config: GpuKernelConfig, chip: Chip) -> bool:
-    """Do the tile's products need more registers than each warpgroup has if nvJitLink compiles: an equal share?
+def _lacks_registers(config: GpuKernelConfig) -> bool:
+    """Do the tile's products need more registers than an equal share, which warpgroups have if nvJitLink compiles?
 
     See device.keeps_registers. On an H200, compiled so, a prompt over an 8-bit cache takes 4509 us instead of 1141, and
     1967 by the warp-level kernel; heads of 256 807 instead of 233, heads of 128 949 instead of 854, decodes no longer.
     """
     crowded = config.head_dim > 192 or config.quantised
-    is_here = chip == device.detect() and not device.keeps_registers()
-    return is_here and crowded and config.has_long_tiles and config.compute_dtype is None
+    return crowded and config.has_long_tiles and config.compute_dtype is None
 
 
 def usual_query_dtype(cache_spec: KVCacheSpec) -> str:

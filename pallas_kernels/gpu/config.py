@@ -59,6 +59,8 @@ class GpuKernelConfig:
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
     narrow_rows: int = 0  # 8 or 16: no request has more rows, and narrow_sm90.py computes them; 0: unknown
+    computing: int = 2  # warpgroups that compute: 3 for tiles of up to 192 rows, which share each load of keys
+    weights_first: bool = False  # long tiles: no maximum of a block (softmax_sm90.py), for 32 more registers
     pipelines: int = 1  # 2: each compute warpgroup has units, stages and a memory warpgroup of its own
 
     @property
@@ -84,7 +86,12 @@ class GpuKernelConfig:
     @property
     def tile_rows(self) -> int:
         """The most packed rows of a tile."""
-        return 2 * WARPGROUP_ROWS // self.pipelines
+        return self.computing * WARPGROUP_ROWS // self.pipelines
+
+    @property
+    def part_rows(self) -> int:
+        """Rows of a slot of partial results."""
+        return self.computing * WARPGROUP_ROWS
 
     @property
     def lean(self) -> bool:
@@ -179,9 +186,9 @@ class GpuKernelConfig:
         """Shared memory of one CTA: queries, and stages of keys and values as they are multiplied."""
         dims = self.head_dim + self.v_head_dim
         key = dims * (1 if self.kv_dtype in KV_DTYPES_8BIT else 2)
-        queries = 2 * self.q_buffers * WARPGROUP_ROWS * self.head_dim * 2
+        queries = self.computing * self.q_buffers * WARPGROUP_ROWS * self.head_dim * 2
         if self.compute_dtype is not None:
-            queries += 2 * WARPGROUP_ROWS * self.head_dim
+            queries += self.computing * WARPGROUP_ROWS * self.head_dim
         elif self.converts_tiles:
             key = 2 * dims
         of_keys, of_values = self.stored_stages

@@ -27,7 +27,8 @@ launch that finds nothing to merge takes four waves, 3.7 us on an H200."""
 def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, out_ref, lse_ref):
     """One CTA: 64 rows and chunks * width columns of the unit that CTA `cut` of the first launch cut.
 
-    In GMEM: info i32[tiles, 16], cta i32[C, 16], per_head f32[H, 2], part f32[2C, 128, V], part_lse f32[2C, 128].
+    In GMEM: info i32[tiles, 16], cta i32[C, 16], per_head f32[H, 2], part f32[2C, part_rows, V], part_lse
+    f32[2C, part_rows].
     """
     half, column0 = lax.axis_index("half"), lax.axis_index("column") * (width * chunks)
     is_split, piece, head, ctas = split_unit(cfg, info, cta, lax.axis_index("cut"))
@@ -104,7 +105,7 @@ def merge_parts(
     if chunks is None:
         chunks = 2 if cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
 
-    halves = 2 if cfg.long_tiles else 1  # of a tile: 64 rows each
+    halves = cfg.computing if cfg.long_tiles else 1  # of a tile: 64 rows each
     grid = dict(cut=cfg.workers, half=halves, column=cfg.v_head_dim // (width * chunks))
     kernel = functools.partial(_kernel, cfg, width, in_flight, chunks)
     return launch_merge(kernel, grid, (work.info, work.cta, per_head, part, part_lse), out, lse)

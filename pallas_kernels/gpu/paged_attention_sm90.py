@@ -60,6 +60,8 @@ from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
 CONVERTING = (200, 32, 80)  # the same and of one that converts tiles: at most 128 * 4
 REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles: the fourth loads scales
+THREE = (160, 32)  # of REGISTERS, three of which compute: at most 128 * 4
+THREE_CONVERTING = (136, 24, 48)  # of CONVERTING likewise: at most 96 * 5
 REGISTERS_PIPELINES = (208, 48, 48)  # two warpgroups compute, two load: the second number is theirs
 
 
@@ -153,7 +155,7 @@ def _launch(config: GpuKernelConfig, q, k_pages, v_pages, block_table, work, sca
     def ragged_paged_attention(*gmem):  # the kernel's name in a profile
         _kernel(config, *gmem)
 
-    warpgroups = len(registers(config)) + 1  # two compute
+    warpgroups = config.computing + len(registers(config)) - 1
     mesh = plgpu.Mesh(grid=(config.num_ctas,), grid_names=("cta",), num_threads=warpgroups, thread_name="wg")
     params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(
@@ -168,7 +170,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     counters = gmem[-5] if cfg.merges_inside else None
     gmem = (*gmem[:-5], *gmem[-4:]) if cfg.merges_inside else gmem
 
-    def roles(tiles, small, full, free, stored, queries, compute_barrier):
+    def roles(tiles, small, full, free, stored, queries, turn, compute_barrier):
         (q_tile, *multiplied), rounded, from_pool, (*small, arrived) = *tiles, small
         if len(from_pool) < 2:  # what is not converted is multiplied as it is
             from_pool = (*multiplied, *from_pool)[:: 1 + len(from_pool)]
@@ -176,25 +178,25 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         tiles = (q_tile, *multiplied, *(rounded or (None,)), *from_pool)
         small = (*small, None)[:3]
         pools = with_scale_pools(cfg, gmem)
-        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, compute_barrier)
+        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, turn, compute_barrier)
         wg = lax.axis_index("wg")
         compute, load, *fourth = registers(cfg)
 
         own = lambda pipeline: refs if cfg.pipelines == 1 else dataclasses.replace(refs, pipeline=pipeline)
 
-        @when(wg < 2)
+        @when(wg < cfg.computing)
         def _():
             plgpu.set_max_registers(compute, action="increase")
             _compute(cfg, own(wg), wg)
 
-        @when(wg >= 2 if cfg.pipelines == 2 else wg == 2)
+        @when(wg >= 2 if cfg.pipelines == 2 else wg == cfg.computing)
         def _():
             plgpu.set_max_registers(load, action="decrease")
-            load_pages(cfg, own(wg - 2))
+            load_pages(cfg, own(wg - cfg.computing))
 
         if fourth and cfg.pipelines == 1:
 
-            @when(wg == 3)
+            @when(wg == cfg.computing + 1)
             def _():
                 plgpu.set_max_registers(fourth[0], action="decrease")
                 (convert_tiles if cfg.converts_tiles else load_scales)(cfg, refs)
@@ -207,10 +209,10 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         dtypes, shapes = zip(*((of.target, of.shape) for of in stored_tiles(cfg)), strict=True)
     shapes = shapes or tuple((block, dim) for dim in dims)
     tiles = (
-        tile(queries_dtype, buffers, 2 // cfg.pipelines, WARPGROUP_ROWS, cfg.head_dim),
+        tile(queries_dtype, buffers, cfg.computing // cfg.pipelines, WARPGROUP_ROWS, cfg.head_dim),
         *(tile(dtype, stages, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)),
     )
-    rounded = (tile(cfg.compute_dtype, 2, WARPGROUP_ROWS, cfg.head_dim),) if cfg.compute_dtype else ()
+    rounded = (tile(cfg.compute_dtype, cfg.computing, WARPGROUP_ROWS, cfg.head_dim),) if cfg.compute_dtype else ()
     kept = [(count, dim) for count, dim in zip(cfg.stored_stages, dims, strict=True) if count]
     from_pool = tuple(tile(cfg.kv_dtype, count, block, dim) for count, dim in kept)
     stats = (512,) if cfg.pipelines == 1 else (cfg.pipelines, 256)
@@ -221,17 +223,20 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]
     arrivals = [1 if own else copies + more for own, more in zip(converted, (scaled, 0), strict=True)]
     full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals)
-    readers = 2 // cfg.pipelines  # of a stage or a buffer
+    readers = cfg.computing // cfg.pipelines  # of a stage or a buffer
     free = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages),) * 2
     stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (copies, 1) for count, _ in kept)
     queries = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=buffers) for n in (1, readers))
-    compute_barrier = plgpu.Barrier(num_arrivals=2)
-    scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, compute_barrier
+    turn = plgpu.Barrier(num_arrivals=1, num_barriers=cfg.computing)
+    compute_barrier = plgpu.Barrier(num_arrivals=cfg.computing)
+    scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, turn, compute_barrier
     pl.run_scoped(roles, *scratch, collective_axes="wg")
 
 
 def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
     """Registers of a thread that computes, of one that loads, and of one of a fourth warpgroup, if there is one."""
+    if cfg.computing == 3:
+        return THREE_CONVERTING if cfg.converts_tiles else THREE
     if cfg.pipelines == 2:
         return REGISTERS_PIPELINES
     if cfg.converts_tiles:
@@ -241,6 +246,8 @@ def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
 
 def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
     """A compute warpgroup: the CTA's pieces in order. blocks_before: the number of key blocks of all earlier pieces."""
+    if cfg.computing == 3:
+        when(wg == 2)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))  # warpgroup 0 has the first turn
 
     def piece_body(j, blocks_before):
         piece = receive_piece(cfg, refs, j)

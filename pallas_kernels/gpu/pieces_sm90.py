@@ -37,14 +37,14 @@ class Refs:
     v_token_scale: object
     out: object  # GMEM [T, H, V]
     lse: object  # GMEM f32[T, H]
-    part: object  # GMEM f32[2 C, 128, V]: normalised partial outputs
-    part_lse: object  # GMEM f32[2 C, 128], base 2
+    part: object  # GMEM f32[2 C, part_rows, V]: normalised partial outputs
+    part_lse: object  # GMEM f32[2 C, part_rows], base 2
     counters: object = None  # GMEM i32[C], zeros at first: parts stored of the unit that CTA c cut; None: merged later
     arrived: object = None  # SMEM i32[pipelines, 4]: [p, 0] is 1 if pipeline p stored the last part of a unit
-    q_tile: object = None  # SMEM [q_buffers, 2, 64, D]; with pipelines [pipelines * q_buffers, 1, 64, D]
+    q_tile: object = None  # SMEM [q_buffers, computing, 64, D]; with pipelines [pipelines * q_buffers, 1, 64, D]
     k_tile: object = None  # SMEM [stages, block_kv, D]
     v_tile: object = None  # SMEM [stages, block_kv, V]; of an 8-bit product [stages, V, block_kv]
-    q_rounded: object = None  # SMEM 8 bits [2, 64, D]; None unless compute_dtype
+    q_rounded: object = None  # SMEM 8 bits [computing, 64, D]; None unless compute_dtype
     k_stored: object = None  # SMEM [stored_stages, block_kv, D]: as in the pool; k_tile itself if it is not converted
     v_stored: object = None  # SMEM [stored_stages, block_kv, V]
     stats: object = None  # SMEM f32[512], or [2, 256] for two pipelines: maxima and sums on their way to a merge
@@ -60,7 +60,8 @@ class Refs:
     v_stored_free: object = None
     q_full: object = None  # barriers, one for each buffer of queries
     q_free: object = None
-    compute_barrier: object = None  # of the two compute warpgroups: ping-pong, and exchange of states
+    turn: object = None  # barriers, one for each of three compute warpgroups: its turn on the tensor cores
+    compute_barrier: object = None  # of all compute warpgroups: exchange of states, and turns of two
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
     pipeline: object = 0  # which pipeline of the CTA this warpgroup belongs to
@@ -71,8 +72,8 @@ def output_types(cfg: GpuKernelConfig, num_tokens: int, slots: int) -> list[jax.
     return [
         jax.ShapeDtypeStruct((num_tokens, cfg.num_heads, cfg.v_head_dim), jnp.dtype(cfg.result_dtype)),
         jax.ShapeDtypeStruct((num_tokens, cfg.num_heads), jnp.float32),
-        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS, cfg.v_head_dim), jnp.float32),
-        jax.ShapeDtypeStruct((slots, wl.TILE_ROWS), jnp.float32),
+        jax.ShapeDtypeStruct((slots, cfg.part_rows, cfg.v_head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((slots, cfg.part_rows), jnp.float32),
     ]
 
 
@@ -170,9 +171,13 @@ def begin_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
 
     load_half(0, 0)
     if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
-        load_half(1, jnp.where(piece[wl.NROWS] > WARPGROUP_ROWS, WARPGROUP_ROWS, 0))
-    elif refs.q_tile.shape[1] == 2:
-        when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda: load_half(1, WARPGROUP_ROWS))
+        for half in range(1, cfg.computing):
+            skipped = half * WARPGROUP_ROWS
+            load_half(half, jnp.where(piece[wl.NROWS] > WARPGROUP_ROWS, skipped, 0))
+    else:
+        for half in range(1, refs.q_tile.shape[1]):
+            skipped = half * WARPGROUP_ROWS
+            when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda half=half, skipped=skipped: load_half(half, skipped))
 
 
 def send_piece(refs: Refs, piece: Piece):

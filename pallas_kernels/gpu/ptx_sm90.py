@@ -102,11 +102,11 @@ def asm_value(text: str, constraints: str, *args, pure: bool = False):
 
 
 def asm_values(text: str, constraints: str, count: int, *args, pure: bool = False):
-    """Emits inline PTX with `count` results of one type, f32 or i32."""
-    name, kind = ("f32", ir.F32Type.get()) if constraints.startswith(("=f", "=&f")) else ("i32", int_type())
-    struct = ir.Type.parse(f"!llvm.struct<({', '.join([name] * count)})>")
+    """Emits inline PTX with `count` results: f32 where a result's constraint is =f, else i32."""
+    kinds = [ir.F32Type.get() if of.endswith("f") else int_type() for of in constraints.split(",")[:count]]
+    struct = ir.Type.parse(f"!llvm.struct<({', '.join(map(str, kinds))})>")
     results = asm(text, constraints, *args, result=struct, pure=pure)
-    return [llvm.extractvalue(kind, results, [k]) for k in range(count)]
+    return [llvm.extractvalue(kind, results, [k]) for k, kind in enumerate(kinds)]
 
 
 def add(*terms):

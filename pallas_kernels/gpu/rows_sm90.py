@@ -182,17 +182,18 @@ def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, gro
 
 
 def store_partial(acc_ref, lse_ref, acc, lse, slot, row0, nrows, column, *, stride):
-    """f32 (64, n), f32 (64,) -> rows row0 .. row0 + nrows - 1 of slot `slot` of [slots, 128, V] and [slots, 128].
+    """f32 (64, n), f32 (64,) -> rows row0 .. row0 + nrows - 1 of a slot of [slots, rows, V] and [slots, rows].
 
     The columns are column .. column + n - 1 of V = stride.
     """
+    slot_rows = acc_ref.shape[1]
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, _ROW_LAYOUT, *(SCALAR,) * 4))
     def store(ctx, acc_ref, lse_ref, acc, lse, slot, row0, nrows, column):
         slot, row0, nrows, column = map(scalar_value, (slot, row0, nrows, column))
 
         def address(row):
-            return to_i64(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
+            return to_i64(arith.addi(arith.muli(slot, i32(slot_rows)), arith.addi(row0, row)))
 
         _store_fragment(acc_ref, acc, address, nrows, column, stride)
         _store_row_values(lse_ref, lse, address, nrows)
@@ -508,6 +509,7 @@ def get_fragment(q_ref, stats_ref, *, dim, q_dim, q_dtype):
 
 def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
     """`width` columns of what store_partial wrote: (acc (64, width), lse (64,)); rows past nrows are (0, -inf)."""
+    slot_rows = acc_ref.shape[1]
     shapes = (
         plgpu.ShapeDtypeStruct((WARPGROUP_ROWS, width), jnp.float32, plgpu.Layout.WGMMA),
         plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), jnp.float32, _ROW_LAYOUT),
@@ -521,7 +523,7 @@ def load_partial(acc_ref, lse_ref, slot, row0, nrows, column, *, stride, width):
         pair_col = arith.addi(column, arith.muli(arith.remui(me, i32(4)), i32(2)))
         bases, lse_values = [], []
         for row in (first, arith.addi(first, i32(8))):
-            place = to_i64(arith.addi(arith.muli(slot, i32(128)), arith.addi(row0, row)))
+            place = to_i64(arith.addi(arith.muli(slot, i32(slot_rows)), arith.addi(row0, row)))
             ok = bool_to_i32(less(row, nrows))
             source = arith.addi(arith.muli(place, i64(stride)), to_i64(pair_col))
             bases.append((arith.addi(pointer(acc_ref, 0), arith.muli(source, i64(4))), ok))

@@ -28,6 +28,23 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(bool(narrow) and c.block_kv != block, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted {block}")
     refuse(bool(narrow) and c.long_tiles, f"narrow_rows {narrow}: wanted long_tiles=False")
     refuse(c.pipelines not in (1, 2), f"pipelines {c.pipelines}: wanted 1 or 2")
+    refuse(c.computing not in (2, 3), f"computing {c.computing}: wanted 2 or 3")
+    if c.computing == 3:
+        refuse(not c.has_long_tiles, "three warpgroups that compute: wanted long_tiles and one pipeline")
+        refuse(c.token_scales, "three warpgroups that compute with scales of tokens: wanted two")
+        refuse(c.compute_dtype is not None, f"three warpgroups that compute with compute_dtype {c.compute_dtype}")
+        widest, block = (128, 64) if c.quantised else (64, 128)  # beyond, registers are lacking
+        fits = c.head_dim <= widest and c.block_kv <= block
+        seen = f"heads of {c.head_dim} in blocks of {c.block_kv}"
+        refuse(not fits, f"three warpgroups that compute with {seen}: wanted at most {widest} and {block}")
+    if c.weights_first:
+        refuse(not c.has_long_tiles, "weights_first: wanted long_tiles and one pipeline")
+        refuse(c.token_scales, "weights_first with scales of tokens: wanted one of them")
+        refuse(c.compute_dtype is not None, f"weights_first with compute_dtype {c.compute_dtype}: wanted one of them")
+        refuse(c.fixed_max, "weights_first with fixed_max: wanted one of them")
+        refuse(
+            c.v_head_dim > 192, f"weights_first with v_head_dim {c.v_head_dim}: wanted at most 192, for its registers"
+        )
     refuse(c.pipelines == 2 and c.converts_tiles, f"two pipelines with a {c.kv_dtype} cache: wanted narrow_rows")
     refuse(c.pipelines == 2 and c.token_scales, "two pipelines with scales of tokens: wanted one")
     wide = f"two pipelines with heads of {c.head_dim}: wanted at most 128, or narrow_rows"  # 128 registers compile

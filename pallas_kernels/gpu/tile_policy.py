@@ -14,7 +14,6 @@ from typing import Any
 
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
-from pallas_kernels.gpu.work_list import TILE_ROWS
 from pallas_kernels.tuning import read_rows, table_path
 
 NARROW_TILES = True
@@ -54,6 +53,13 @@ with 0, 239 with 1, 247 with 2."""
 WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
 """A unit of at most so many keys is not cut: 8 decodes of 600 keys take 11.2, cut 15.1; pre_1x1k takes 23.9, with a
 launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows that are not narrow have blocks of 64 keys."""
+
+
+THREE_COMPUTE_DIM, FEW_REQUESTS, UNITS_OF_THREE = 64, 8, 4
+"""Three warpgroups that compute, with tiles of 192 rows, for long prompts of heads of up to THREE_COMPUTE_DIM: one of
+4096 tokens takes 296 instead of 311, ragged ones 583 instead of 625. Over an 8-bit cache, whose tiles are converted for
+more rows at a time, a prompt of 8192 takes 909 instead of 984; but a chunk of 512 tokens takes 473 instead of 436, and
+a batch with 32 decodes 548 instead of 499. So there are few requests, and UNITS_OF_THREE units for each CTA."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +194,7 @@ def _most_keys(request: TileRequest) -> int | None:
     bounded = rule.left >= 0 and (rule.causal or rule.right >= 0) and not rule.spans
     if not bounded or config.per_request_causal:
         return most
-    tokens = -(-min(request.rows or TILE_ROWS, TILE_ROWS) // config.group) + 1  # of a tile
+    tokens = -(-min(request.rows or config.part_rows, config.part_rows) // config.group) + 1  # of a tile
     window = rule.left + max(rule.right, 0) + tokens
     return window if most is None else min(most, window)
 
@@ -210,6 +216,38 @@ def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
     if few and most <= SMALL_BLOCK_KEYS and not (config.quantised or config.narrow_rows) and stages >= 2:
         chosen |= {"block_kv": 64, "stages": stages}
     return chosen
+
+
+def softmax_of_long_tiles(request: TileRequest) -> dict[str, Any]:
+    """No maximum of a block, where registers allow it and units have many blocks: in a unit's first block the weights
+    are computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 60.2 instead of 58.4."""
+    config = request.config
+    fits = config.v_head_dim <= 128 and not config.quantised
+    return {"weights_first": fits and _has_long_units(request) and not (FIXED_MAX and config.can_fix_max)}
+
+
+def three_that_compute(request: TileRequest) -> dict[str, Any]:
+    """Tiles of 192 rows: see THREE_COMPUTE_DIM."""
+    config, rows = request.config, request.rows
+    three = _with(request, computing=3, block_kv=64 if config.quantised else 128)
+    if not _has_long_units(request) or (rows is not None and rows <= three.tile_rows) or config.qq_bias:
+        return {}
+    if config.quantised:
+        tiles = request.requests * config.num_kv_heads * -(-(rows or 0) // three.tile_rows)
+        if config.head_dim > 128 or request.requests > FEW_REQUESTS or tiles < UNITS_OF_THREE * config.num_ctas:
+            return {}
+    elif config.head_dim > THREE_COMPUTE_DIM:
+        return {}
+    stages = _stages_that_fit(three, three.block_kv, most=3)
+    if supports(dataclasses.replace(three, stages=stages)):
+        return {}
+    return {"computing": 3, "block_kv": three.block_kv, "stages": stages}
+
+
+def _has_long_units(request: TileRequest) -> bool:
+    """May units have long tiles, and more keys than units that are never cut?"""
+    keys = _most_keys(request)
+    return request.config.has_long_tiles and (keys is None or keys > WHOLE_KEYS_OF_MANY_ROWS)
 
 
 def order_of_loads(request: TileRequest) -> dict[str, Any]:
@@ -257,6 +295,8 @@ POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     variants_for_few_rows,
     two_pipelines,
     units_of_few_keys,
+    softmax_of_long_tiles,
+    three_that_compute,
     order_of_loads,
     measured_tiles,
     largest_tiles,

@@ -8,9 +8,11 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu import lanes_sm80 as lanes
 from pallas_kernels.gpu import new_tokens_sm90 as new_tokens
 from pallas_kernels.gpu import queries_sm90 as queries
 from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu import softmax_sm90 as softmax
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
@@ -195,22 +197,29 @@ def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
         lax.fori_loop(0, steps_of(cfg, piece[wl.NROWS]), step, None)
 
 
-def softmax_step(cfg: GpuKernelConfig, x, c, m, total):
-    """(p f32, new m, rescaled total without p's sum, factor of acc; None: 1).
+def softmax_step(cfg: GpuKernelConfig, x, c, state):
+    """(p f32, state with p's sums, factor of acc; None: acc is rescaled already).
 
     With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled. Weights of 8
     bits are up to 2 ** 8 and m is an integer, so that they are rounded alike whatever keys came before.
     """
-    if cfg.fixed_max:
-        return jnp.exp2(x * c), m, total, None
-    top = x.max(axis=1) * c
+    acc, m, total = state
+    alpha = None
     if cfg.compute_dtype is not None:
-        top = queries.round_up(top) - WEIGHT_BITS
-    new_m = jnp.maximum(m, top)
-    alpha = jnp.exp2(m - new_m)
+        new_m = jnp.maximum(m, queries.round_up(x.max(axis=1) * c) - WEIGHT_BITS)
+        alpha = jnp.exp2(m - new_m)
+        m, total = new_m, total * alpha
+    elif not cfg.fixed_max:
+        acc, m, total = softmax.raise_shift(x, c, state)
     c = across_columns(c, x.shape) if jnp.ndim(c) else c
-    p = jnp.exp2(x * c - across_columns(new_m, x.shape))
-    return p, new_m, total * alpha, alpha
+    p = jnp.exp2(x * c if cfg.fixed_max else x * c - across_columns(m, x.shape))
+    return p, (acc, m, total + lanes.partial_row_sums(p)), alpha
+
+
+def _completed(state):
+    """The state with the sums of whole rows, at a piece's end."""
+    acc, m, total = state
+    return acc, m, lanes.complete_row_sums(total)
 
 
 def _dots(cfg, q_tile, k_tile, after=lambda: None):
@@ -220,10 +229,6 @@ def _dots(cfg, q_tile, k_tile, after=lambda: None):
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, cfg.block_kv), jnp.float32))
-
-
-def _rescaled(acc, alpha):
-    return acc if alpha is None else acc * across_columns(alpha, acc.shape)
 
 
 def _add_weighted_values(cfg, acc, alpha, weights, v_tile, after=lambda: None):
@@ -236,7 +241,7 @@ def _add_weighted_values(cfg, acc, alpha, weights, v_tile, after=lambda: None):
             after()
             return ref[...]
 
-        return _rescaled(acc, alpha) + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
+        return acc * across_columns(alpha, acc.shape) + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
 
     def body(ref):
         for part in weights:
@@ -278,7 +283,11 @@ def full_block_bounds(piece: Piece):
 
 
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax."""
+    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax.
+
+    Of 192 rows, three warpgroups take turns on the tensor cores: each hands its turn on once the products of a block's
+    values and of the next block's keys are issued.
+    """
     row = row_bounds(cfg, refs, piece, 64 * wg)
     stage = refs.q_tile.at[piece.buffer, wg]
     q_tile, scale = _queries(cfg, refs, piece, wg, stage)
@@ -286,35 +295,42 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     n = piece.count
     slot_of = lambda j: stage_of(cfg, refs, blocks_before + j)
 
+    in_pairs = cfg.computing == 2
+
     def say_done():
-        plgpu.barrier_arrive(refs.compute_barrier)
+        if in_pairs:
+            plgpu.barrier_arrive(refs.compute_barrier)
 
     def take_turn():
-        plgpu.barrier_wait(refs.compute_barrier)
+        plgpu.barrier_wait(refs.compute_barrier if in_pairs else refs.turn.at[wg])
 
-    def swap():
-        say_done()
-        take_turn()
+    def end_turn():
+        if in_pairs:
+            say_done()
+            take_turn()
+        else:
+            plgpu.barrier_arrive(refs.turn.at[lax.rem(wg + 1, jnp.int32(cfg.computing))])
 
     @when(n > 0)
     def _():
         plgpu.barrier_wait(refs.k_full.at[slot_of(0)])
 
-    when(wg == 1)(swap)
+    when(wg == 1)(end_turn) if in_pairs else take_turn()
 
-    def step(j, carry, masked):
-        acc, m, total = carry
+    def step(j, state, masked):
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        dots = _dots(cfg, q_tile, refs.k_tile.at[slot], swap)
+        dots = _dots(cfg, q_tile, refs.k_tile.at[slot], end_turn)
         dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, alpha = softmax_step(cfg, x, c, m, total)
-        acc = acc if cfg.compute_dtype else _rescaled(acc, alpha)
-        total += p.sum(axis=1)
-        if cfg.token_scales:
-            plgpu.barrier_wait(refs.v_full.at[slot])
-        weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
+        if cfg.weights_first:
+            weights, (acc, m, total) = softmax.weights_first(x, c, state, dtype=cfg.value_dtype)
+            weights, alpha = (weights,), None
+        else:
+            p, (acc, m, total), alpha = softmax_step(cfg, x, c, state)
+            if cfg.token_scales:
+                plgpu.barrier_wait(refs.v_full.at[slot])
+            weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         say_done()
         if not cfg.token_scales:
@@ -333,8 +349,8 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         return acc, m, total
 
     state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
-    when(wg == 0)(swap)
-    finish(cfg, refs, piece, state, 64 * wg, stage)
+    when(wg == 0)(end_turn) if in_pairs else end_turn()
+    finish(cfg, refs, piece, _completed(state), 64 * wg, stage)
 
 
 def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
@@ -357,47 +373,45 @@ def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
 
 
 def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """At most 64 rows: each warpgroup computes all of them, over every other key block, or over its pipeline's."""
+    """At most 64 rows: each warpgroup computes all of them, over every other (third) key block, or its pipeline's."""
     alone = cfg.pipelines == 2
     row = row_bounds(cfg, refs, piece, jnp.int32(0))
     q_tile, scale = _queries(cfg, refs, piece, wg, refs.q_tile.at[piece.buffer, wg if cfg.converts_queries else 0])
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
 
-    def step(t, carry, masked):
-        acc, m, total = carry
-        j = t if alone else 2 * t + wg
+    def step(t, state, masked):
+        j = t if alone else cfg.computing * t + wg
         slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
         dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
-        p, m, total, alpha = softmax_step(cfg, x, c, m, total)
-        acc = acc if cfg.compute_dtype else _rescaled(acc, alpha)
-        total += p.sum(axis=1)
+        p, (acc, m, total), alpha = softmax_step(cfg, x, c, state)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
         weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
         acc = _add_weighted_values(cfg, acc, alpha, weights, refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
-        if not alone:
-            when(j + 1 < n)(lambda: skip_block(cfg, refs, blocks_before + j + 1))
+        for others in range(1, 1 if alone else cfg.computing):
+            when(j + others < n)(lambda others=others: skip_block(cfg, refs, blocks_before + j + others))
         return acc, m, total
 
     if alone:
         state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
-        finish(cfg, refs, piece, state, jnp.int32(0), refs.q_tile.at[piece.buffer, 0])
+        finish(cfg, refs, piece, _completed(state), jnp.int32(0), refs.q_tile.at[piece.buffer, 0])
         return
-    when((wg == 1) & (n > 0))(lambda: skip_block(cfg, refs, blocks_before))
-    own = [lax.div(bound - wg + 1, jnp.int32(2)) for bound in full_block_bounds(piece)]
+    for j in range(cfg.computing - 1):
+        when((wg > j) & (n > j))(lambda j=j: skip_block(cfg, refs, blocks_before + j))
+    own = [lax.div(bound - wg + (cfg.computing - 1), jnp.int32(cfg.computing)) for bound in full_block_bounds(piece)]
     state = loop_over_blocks(cfg, step, own, _start(cfg))
-    _merge_warpgroups(cfg, refs, piece, state, wg)
+    _merge_warpgroups(cfg, refs, piece, _completed(state), wg)
 
 
 def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
-    """Warpgroup 1 passes its state to warpgroup 0 through shared memory, which merges and stores."""
+    """The other warpgroups pass their states to warpgroup 0 through shared memory, which merges and stores."""
 
     def sync_warpgroups():
         plgpu.barrier_arrive(refs.compute_barrier)
@@ -407,17 +421,27 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
     sync_warpgroups()
 
-    @when(wg == 1)
-    def _():
-        rows.put_fragment(*scratch, *state, **kind)
-        sync_warpgroups()
+    for other in range(1, cfg.computing):
+
+        @when(wg == other)
+        def _(other=other):
+            for turn in range(1, cfg.computing):
+                if turn == other:
+                    rows.put_fragment(*scratch, *state, **kind)
+                sync_warpgroups()
+                if turn + 1 < cfg.computing:
+                    sync_warpgroups()  # warpgroup 0 has read it
 
     @when(wg == 0)
     def _():
-        sync_warpgroups()
         acc, m, total = state
-        acc1, m1, total1 = rows.get_fragment(*scratch, **kind)
-        top = jnp.maximum(m, m1)
-        a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
-        acc = acc * across_columns(a, acc.shape) + acc1 * across_columns(a1, acc.shape)
-        finish(cfg, refs, piece, (acc, top, total * a + total1 * a1), jnp.int32(0))
+        for turn in range(1, cfg.computing):
+            sync_warpgroups()
+            acc1, m1, total1 = rows.get_fragment(*scratch, **kind)
+            top = jnp.maximum(m, m1)
+            a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
+            acc = acc * across_columns(a, acc.shape) + acc1 * across_columns(a1, acc.shape)
+            m, total = top, total * a + total1 * a1
+            if turn + 1 < cfg.computing:
+                sync_warpgroups()
+        finish(cfg, refs, piece, (acc, m, total), jnp.int32(0))

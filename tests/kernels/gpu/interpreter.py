@@ -21,6 +21,7 @@ from jax._src.state import discharge
 from jax._src.state.types import AbstractRef
 
 from jattn.ops import quantised
+from pallas_kernels.gpu import softmax_sm90 as softmax
 from tests.kernels.gpu.interpreter_eight_bits import PTX_OF_EIGHT_BITS
 from tests.kernels.gpu.interpreter_parts import PTX_OF_PARTS, flat_rows
 
@@ -226,6 +227,22 @@ def _load_partial(closure, acc_ref, lse_ref, slot, row0, nrows, column):
         acc[:n] = acc_ref[int(slot), rows, int(column) : int(column) + width]
         lse[:n] = lse_ref[int(slot), rows]
     return acc, lse
+
+
+def _raise_shift(closure, x, factor, acc, m, total):
+    top = (x * np.reshape(factor, (-1, 1))).max(axis=1)
+    new = np.where(top > m + softmax.RISE, top, m).astype(np.float32)
+    alpha = np.exp2(m - new).astype(np.float32)
+    return new, total * alpha, acc * alpha[:, None]
+
+
+def _weights_first(closure, x, factor, acc, m, total):
+    logits = x * np.reshape(factor, (-1, 1))
+    with np.errstate(over="ignore"):
+        large = ~(np.exp2(logits - m[:, None]).sum(axis=1) <= softmax.MOST)
+    new = np.where(large, np.maximum(m, logits.max(axis=1)), m).astype(np.float32)
+    alpha, p = np.exp2(m - new).astype(np.float32), np.exp2(logits - new[:, None]).astype(np.float32)
+    return new, total * alpha + p.sum(axis=1), acc * alpha[:, None], p.astype(jax.numpy.dtype(closure["dtype"]))
 
 
 def _unknown(dtype):
@@ -547,6 +564,8 @@ PTX = _OF_OTHER_FILES | {
     "opaque": lambda closure, x: (x,),
     "zero_rows": _zero_rows,
     "gather": _gather,
+    "raise_shift": _raise_shift,
+    "weights_first": _weights_first,
     "scale_rows": lambda closure, x, factors: (x * factors[:, None],),
     "keep_columns": _keep_columns,
     "row_numbers": lambda closure: (np.arange(64, dtype=np.int32),),

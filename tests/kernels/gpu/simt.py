@@ -103,27 +103,43 @@ class Machine:
         return [outputs[k] for k in sorted(outputs)]
 
     def _branch(self, text, args):
-        """setp; vote.any; @!p bra END; then lines of (mul, tanh) on named registers: what soft_cap_sm90 writes."""
+        """Lines on named registers, of which those from `@!p bra END` to `END:` are run where p holds."""
         values = dict(enumerate(args[-self.outputs :])) | dict(enumerate(args, start=self.outputs))
-        values = {f"${k}": value for k, value in values.items()}
-        inside = np.ones(self.lane.shape, bool)
+        values = {f"${k}": np.broadcast_to(value, self.lane.shape) for k, value in values.items()}
+        inside, every = np.ones(self.lane.shape, bool), np.ones(self.lane.shape, bool)
         for line in filter(None, (part.strip() for part in text.split(";"))):
+            label = re.match(r"(\w+): *", line)
+            if label:
+                inside, line = every, line[label.end() :]
             name, _, rest = line.partition(" ")
-            target, *sources = (x.strip() for x in rest.split(","))
-            if name == "setp.gt.f32":
-                assert sources[1] == "0f3F800000"
-                values[target] = values[sources[0]] > 1.0
-            elif name.startswith("vote"):
-                values[target] = np.repeat(values[sources[0]].reshape(-1, 32).any(axis=1), 32)
-            elif name == "@!p":
+            if name == "@!p":
                 inside = values["p"]
-            elif name in ("mul.f32", "tanh.approx.f32"):
-                x = [values[source] for source in sources]
-                new = np.tanh(x[0]) if name.startswith("tanh") else x[0] * x[1]
-                values[target] = np.where(inside, new, values.get(target, 0)).astype(np.float32)
-            else:
-                assert name in (".reg", "WITHIN:"), line
+            elif name and not name.startswith(".reg"):
+                target, *sources = (x.strip() for x in rest.split(","))
+                new = self._named(name, [values[x] if x in values else x for x in sources])
+                values[target] = np.where(inside, new, values.get(target, np.zeros_like(new)))
         return [values[f"${k}"] for k in range(self.outputs)]
+
+    def _named(self, name, x):
+        """The result of one line; a source that is no register is its text."""
+        x = [np.uint32(int(v[2:], 16)).view(np.float32) if isinstance(v, str) and v.startswith("0f") else v for v in x]
+        kind = name.split(".")
+        if kind[0] == "vote":
+            return np.repeat(x[0].reshape(-1, 32).any(axis=1), 32)
+        if kind[0] == "shfl":
+            return x[0][self.lane ^ int(x[1])]
+        if kind[0] == "setp":  # gtu: or if one of them is no number
+            return {"gt": np.greater, "gtu": lambda a, b: ~(a <= b)}[kind[1]](x[0], x[1])
+        if kind[0] == "cvt":
+            pair = np.stack([np.broadcast_to(v, self.lane.shape) for v in x[::-1]], 1).astype(HALF[kind[2][:-2]])
+            return np.ascontiguousarray(pair).view(np.uint32).reshape(-1)
+        simple = {
+            "mov": lambda a: a, "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative,
+            "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "tanh": np.tanh,
+            "selp": lambda a, b, p: np.where(p, a, b), "or": np.logical_or,
+        }  # fmt: skip
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(simple[kind[0]](*x), bool if kind[-1] == "pred" else np.float32)
 
     def _step(self, line, flags, outputs, args):
         mask = np.ones(self.lane.shape, bool)
@@ -219,9 +235,10 @@ class Machine:
             return [np.ascontiguousarray(both[:, digits]).view(np.uint32).reshape(-1)]
         if kind[0] == "cvt":
             half = HALF[kind[2][:-2]]
-            pair = np.stack([np.broadcast_to(v, self.lane.shape) for v in (x[1], x[0])], 1).astype(half)
+            with np.errstate(over="ignore"):
+                pair = np.stack([np.broadcast_to(v, self.lane.shape) for v in (x[1], x[0])], 1).astype(half)
             return [pair.view(np.uint32).reshape(-1)]
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             simple = {
                 "tanh": np.tanh,
                 "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide,
@@ -275,7 +292,7 @@ def emulated(module, machine: Machine):
             else:
                 words[0] = words[0] & 0x7FFF7FFF
             return [np.maximum(*(x.view(np.uint16) for x in words)).view(np.uint32)]
-        if "max.NaN.f32" in text:  # the scale of a row
+        if "max.NaN.f32" in text and "0f" in text and "bra" not in text:  # the scale of a row
             top = args[0].view(np.uint16).reshape(-1, 2).max(axis=1)
             top = top.view(ml_dtypes.bfloat16 if "shl.b32" in text else np.float16).astype(np.float32)
             factor, least = (np.uint32(int(x, 16)).view(np.float32) for x in re.findall("0f([0-9A-F]{8})", text))

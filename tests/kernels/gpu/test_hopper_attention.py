@@ -1,4 +1,4 @@
-"""Hopper's attention kernel in JAX's interpreter, each of its tiles with one and with two pipelines."""
+"""Hopper's attention kernel in JAX's interpreter: each tile, with one and two pipelines, two and three warpgroups."""
 
 import dataclasses
 
@@ -18,6 +18,7 @@ SHAPE = dict(
 )
 ONE = dict(pipelines=1, block_kv=128, stages=2)
 TWO = dict(pipelines=2, block_kv=64, stages=4)
+THREE = dict(computing=3, block_kv=64, stages=3)
 WGMMA = dict(narrow_rows=0)
 INSIDE = dict(merges_inside=True)
 INT8 = dict(kv_dtype="int8", page_size=16)
@@ -78,6 +79,22 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
         ((70, 300),),
         ONE | INT8 | dict(token_scales=True, head_dim=192, v_head_dim=160, block_kv=64, q_buffers=1, num_ctas=4), {}
     ),
+    "mixed, three compute, in parts": (MIXED, THREE | dict(num_ctas=4), {}),
+    "mixed, three compute, e4m3, NHD, window": (
+        MIXED, THREE | dict(kv_dtype="float8_e4m3fn", q_buffers=1, layout="NHD", page_size=16, mask=MaskRule(left=50)),
+        dict(window=(50, -1)),
+    ),
+    "mixed, three compute, every option": (
+        MIXED, THREE | dict(logits=LogitRule(scale=0.1, soft_cap=60.0, has_alibi=True), has_sinks=True, num_heads=6),
+        dict(soft_cap=60.0, slopes=None, sinks=None),
+    ),
+    "short tiles, three compute": (((6, 100), (3, 200), (0, 0), (9, 9), (1, 700)), THREE, {}),
+    "mixed, weights first": (MIXED, ONE | dict(weights_first=True), {}),
+    "mixed, weights first, int8, sinks": (
+        MIXED, ONE | INT8 | dict(weights_first=True, q_buffers=1, has_sinks=True), dict(sinks=None)
+    ),
+    "large logits, weights first": (MIXED, ONE | dict(weights_first=True, logits=LogitRule(scale=9.0)), {}),
+    "large logits": (MIXED, ONE | dict(logits=LogitRule(scale=9.0)), {}),
     "prefill in parts, two pipelines, D 128": (
         ((70, 300),), TWO | dict(head_dim=128, v_head_dim=128, num_ctas=4, page_size=64), {}
     ),

@@ -32,7 +32,9 @@ def test_a_piece_is_not_read_after_its_buffer_was_given_back():
         narrow_tile=nothing, short_tile=nothing, long_tile=nothing, blank_tile=nothing,
         receive_piece=lambda *args: Piece(column, jnp.int32(0)), count_pieces=lambda *args: jnp.int32(2),
     )  # fmt: skip
-    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=64, kv_dtype="bfloat16")
+    sizes = dict(
+        computing=2, num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=64, kv_dtype="bfloat16"
+    )
     with (
         mock.patch.object(attention.plgpu, "barrier_arrive", lambda barrier: seen.append("given back")),
         mock.patch.object(attention.lax, "axis_index", lambda name: jnp.int32(0)),

@@ -205,3 +205,65 @@ def test_pages_that_tma_cannot_copy_are_computed_by_warps(page, kernel):
     cache = KVCacheSpec(num_blocks=8, block_size=page, num_kv_heads=8, head_dim=128)
     config = gpu_kernel.kernel_config(spec, cache, "bfloat16")
     assert type(config).__name__ == kernel and not gpu_kernel.config_reasons(config)
+
+
+D64 = dict(SHAPE, head_dim=64, v_head_dim=64)
+E4M3 = dict(SHAPE, kv_dtype="float8_e4m3fn", rows=4 * 8192, keys=8192, requests=1)
+CAPPED = dict(SHAPE, logits=LogitRule(scale=0.1, soft_cap=30.0))
+
+
+@pytest.mark.parametrize(
+    "fields, three, first",
+    [
+        (SHAPE, False, True),
+        (dict(SHAPE, keys=1024), False, False),
+        (dict(SHAPE, mask=MaskRule(left=500)), False, False),
+        (dict(SHAPE, head_dim=256, v_head_dim=256), False, False),
+        (dict(SHAPE, head_dim=192), False, True),
+        (CAPPED, False, False),  # its maximum is fixed
+        (FEW, False, False),
+        (D64, True, True),
+        (dict(D64, keys=1024), False, False),
+        (dict(D64, rows=192), False, True),
+        (dict(D64, qq_bias=True), False, True),
+        (E4M3, True, False),
+        (dict(E4M3, rows=2048, keys=65536), False, False),
+        (dict(E4M3, requests=34), False, False),
+        (dict(E4M3, requests=0), False, False),
+        (dict(E4M3, token_scales=True), False, False),
+        (dict(E4M3, compute_dtype="float8_e4m3fn"), False, False),
+    ],
+)
+def test_long_prompts_have_three_warpgroups_or_no_maximum(fields, three, first):
+    config = default_config(**fields)
+    assert (config.computing == 3, config.weights_first) == (three, first)
+    assert not supports(config)
+
+
+def test_neither_where_each_warpgroup_has_an_equal_share_of_registers(monkeypatch):
+    """As nvJitLink compiles: with these, products would wait for one another."""
+    monkeypatch.setattr(gpu_kernel.device, "keeps_registers", lambda: False)
+    monkeypatch.setattr(gpu_kernel.device, "detect", lambda: gpu_kernel.HOPPER)
+    spec = AttentionSpec(num_heads=32, num_kv_heads=8, head_dim=64)
+    cache = KVCacheSpec(num_blocks=8, block_size=64, num_kv_heads=8, head_dim=64)
+    batch = CommonAttentionMetadata.from_lengths([4096], [4096], [list(range(64))], 64)
+    config = gpu_kernel.kernel_config(spec, cache, "bfloat16", batch)
+    assert (config.computing, config.weights_first, config.head_dim) == (2, False, 64)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        (dict(computing=4), "computing 4: wanted 2 or 3"),
+        (dict(computing=3, pipelines=2), "three warpgroups that compute: wanted long_tiles and one pipeline"),
+        (dict(computing=3, head_dim=128, v_head_dim=128), "heads of 128 in blocks of 128: wanted at most 64 and 128"),
+        (dict(computing=3, kv_dtype="int8", token_scales=True), "with scales of tokens: wanted two"),
+        (dict(weights_first=True, long_tiles=False), "weights_first: wanted long_tiles and one pipeline"),
+        (dict(weights_first=True, kv_dtype="int8", token_scales=True), "weights_first with scales of tokens"),
+        (dict(CAPPED, weights_first=True, fixed_max=True), "weights_first with fixed_max"),
+        (dict(weights_first=True, head_dim=256, v_head_dim=256), "v_head_dim 256: wanted at most 192"),
+    ],
+)
+def test_what_they_do_not_serve_is_refused(fields, words):
+    reasons = supports(default_config(**D64 | fields))
+    assert any(words in reason for reason in reasons), reasons
