@@ -64,8 +64,9 @@ class Hopper:
         return [dict(block_kv=block, stages=stages) for block in blocks for stages in range(2, 7)]
 
     def fields(self, tiles: dict[str, int]) -> dict[str, Any]:
-        """The config's fields for these tiles. The table is of one pipeline: two have blocks and stages by a rule."""
-        return tiles | dict(pipelines=1)
+        """The config's fields for these tiles. The table is of one pipeline and of two warpgroups that compute: others
+        have blocks and stages by a rule."""
+        return tiles | dict(pipelines=1, computing=2)
 
 
 class Warps:

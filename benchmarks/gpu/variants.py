@@ -99,6 +99,26 @@ SMALL += [
         )
     ),
 ]
+FIRST, THREE = dict(weights_first=True), dict(computing=3, block_kv=64)
+E4M3 = dict(kv_dtype="float8_e4m3fn")
+SMALL += [
+    (cases.KernelCase(name=f"mix_{name}", lengths=cases.MIX, pad_tokens=37, pad_reqs=3, **case), options)
+    for name, case, options in (
+        ("plain", {}, FIRST),
+        ("all", dict(options=FEATURES), FIRST | dict(layout="NHD")),
+        ("f16_gqa7", dict(num_heads=14, num_kv_heads=2, page=64), FIRST | F16),
+        ("d192", dict(head_dim=192), FIRST),
+        ("d64", dict(head_dim=64, v_head_dim=64), FIRST | dict(computing=3)),
+        (
+            "d64_gqa5",
+            dict(head_dim=64, v_head_dim=64, num_heads=10, num_kv_heads=2, page=8),
+            THREE | dict(layout="NHD"),
+        ),
+        ("d64_all", dict(head_dim=64, v_head_dim=64, options=FEATURES), THREE | FIRST),
+        ("fp8", E4M3, THREE | dict(q_buffers=1)),
+        ("int8_all", dict(kv_dtype="int8", page=64, options=FEATURES), THREE | dict(q_buffers=1)),
+    )
+]
 PREFILLS = ("pre_1x32k", "chunk_2k_of_32k", "pre_4x4k", "pre_1x8k", "mixed_32d_2p")
 TIMED = [(BY_NAME[name], dict(heads_together=n)) for name in PREFILLS for n in (0, 8, 1)]
 EIGHT = (
