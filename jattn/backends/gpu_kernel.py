@@ -73,13 +73,19 @@ def kernel_config(
     by_warps = functools.partial(warp_config, processors=processors, **fields)
     if not by_wgmma(chip, cache_spec.block_size):
         return by_warps(chip=chip.generation or HOPPER.generation)
-    has_equal_shares = chip == device.detect() and not device.keeps_registers()
-    modest = dict(computing=2, weights_first=False) if has_equal_shares else {}
-    config = default_config(keys=keys, requests=requests, card=device.card(), **fields, **modest)
-    if has_equal_shares and _lacks_registers(config):
+    equal = fields_of_equal_shares(chip)
+    config = default_config(keys=keys, requests=requests, card=device.card(), **fields, **equal)
+    if equal and _lacks_registers(config):
         instead = by_warps(chip=TILES_8BIT if config.quantised else HOPPER.generation)
         return config if warps_support(instead) else instead
     return config
+
+
+def fields_of_equal_shares(chip: Chip) -> dict[str, Any]:
+    """Fields that do without more registers than an equal share, if this machine compiles so for its own chip: see
+    device.keeps_registers. With others each product of a block would wait for the one before."""
+    has_them = chip == device.detect() and not device.keeps_registers()
+    return dict(computing=2, weights_first=False) if has_them else {}
 
 
 def _lacks_registers(config: GpuKernelConfig) -> bool:

@@ -5,8 +5,8 @@ import itertools
 
 import pytest
 
-from jattn import AttentionSpec, CommonAttentionMetadata, KVCacheSpec
-from jattn.backends import gpu_kernel
+from jattn import AttentionSpec, CommonAttentionMetadata, KVCacheSpec, MLASpec
+from jattn.backends import gpu_kernel, mla_gpu_prefill
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import tile_policy
@@ -248,7 +248,10 @@ def test_neither_where_each_warpgroup_has_an_equal_share_of_registers(monkeypatc
     cache = KVCacheSpec(num_blocks=8, block_size=64, num_kv_heads=8, head_dim=64)
     batch = CommonAttentionMetadata.from_lengths([4096], [4096], [list(range(64))], 64)
     config = gpu_kernel.kernel_config(spec, cache, "bfloat16", batch)
-    assert (config.computing, config.weights_first, config.head_dim) == (2, False, 64)
+    sizes = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    latent = mla_gpu_prefill.projection_config(MLASpec(num_heads=16, **sizes), "bfloat16", 64)
+    for found, dim in ((config, 64), (latent, 192)):
+        assert (found.computing, found.weights_first, found.head_dim) == (2, False, dim)
 
 
 @pytest.mark.parametrize(
