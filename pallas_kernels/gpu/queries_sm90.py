@@ -85,21 +85,6 @@ def _powers(top, exponent: int):
     return power(arith.subi(ptx.i32(253 + exponent), field)), power(ptx.add(field, ptx.i32(1 - exponent)))
 
 
-def round_up(x):
-    """f32 (64,) rounded up to integers."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(ROW_LAYOUT,), return_type=plgpu.ShapeDtypeStruct((WARPGROUP_ROWS,), jnp.float32, ROW_LAYOUT)
-    )
-    def ceil(ctx, x):
-        out = rows.empty_fragment((WARPGROUP_ROWS,), ROW_LAYOUT)
-        values = [rows.register_value(register) for register in x.registers.flat]
-        rows.fill(out, lambda i: [ptx.asm_value("cvt.rpi.f32.f32 $0, $1;", "=f,f", values[i], pure=True)])
-        return out
-
-    return ceil(x)
-
-
 def eight_bit_weights(p):
     """f32 (64, n) weights -> float8_e4m3fn, the left operand of a product whose keys are ordered as in stored_tiles."""
     kind = plgpu.ShapeDtypeStruct(p.shape, jnp.float8_e4m3fn, plgpu.Layout.WGMMA_8BIT)

@@ -32,8 +32,12 @@ MOST = 4096  # a lane's sum of weights beyond which weights_first raises the shi
 SHFL = "shfl.sync.bfly.b32 u, {0}, {1}, 31, -1; max.NaN.f32 {0}, {0}, u; "  # NaN must reach the output
 
 
-def raise_shift(x, factor, state):
-    """The state with m raised where x * factor exceeds it by more than RISE. x f32 [64, n], factor f32 or f32 (64,)."""
+def raise_shift(x, factor, state, *, eight_bits: bool = False):
+    """The state with m raised where x * factor exceeds it by more than RISE. x f32 [64, n], factor f32 or f32 (64,).
+
+    eight_bits: weights are rounded to 8 bits. m is a whole number then, so that they are rounded alike whatever keys
+    came before, and so low that the largest are near 2 ** RISE: 8 bits hold less of the small ones.
+    """
 
     by_row, kind = _factors(factor)
 
@@ -48,7 +52,10 @@ def raise_shift(x, factor, state):
         text += "or.pred p, q0, q1; " + _unless_any("p")
         for i in range(2):
             text += SHFL.format(f"t{i}", 1) + SHFL.format(f"t{i}", 2)
-            text += f"setp.gt.f32 q{i}, t{i}, b{i}; selp.f32 t{i}, t{i}, ${i}, q{i}; "
+            text += f"setp.gt.f32 q{i}, t{i}, b{i}; "
+            if eight_bits:
+                text += f"cvt.rpi.f32.f32 t{i}, t{i}; sub.f32 t{i}, t{i}, {_hex(RISE - 1)}; "
+            text += f"selp.f32 t{i}, t{i}, ${i}, q{i}; "
             text += _rescale(acc, i, first=4)
         text += "SAME: "
         return _run(text, values, tops, acc)[0]

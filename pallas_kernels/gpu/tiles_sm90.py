@@ -31,7 +31,6 @@ from pallas_kernels.gpu.row_states_sm90 import (
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
 MOST_COLUMNS = 128  # of one wgmma, where four warpgroups leave it 128 registers
-WEIGHT_BITS = 8.0  # weights of 8 bits are at most 2 ** 8, so that those of 2 ** -14 of the largest are normal numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,22 +197,16 @@ def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
 
 
 def softmax_step(cfg: GpuKernelConfig, x, c, state):
-    """(p f32, state with p's sums, factor of acc; None: acc is rescaled already).
+    """(p f32, state with p's sums).
 
-    With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled. Weights of 8
-    bits are up to 2 ** 8 and m is an integer, so that they are rounded alike whatever keys came before.
+    With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled.
     """
+    if not cfg.fixed_max:
+        state = softmax.raise_shift(x, c, state, eight_bits=cfg.compute_dtype is not None)
     acc, m, total = state
-    alpha = None
-    if cfg.compute_dtype is not None:
-        new_m = jnp.maximum(m, queries.round_up(x.max(axis=1) * c) - WEIGHT_BITS)
-        alpha = jnp.exp2(m - new_m)
-        m, total = new_m, total * alpha
-    elif not cfg.fixed_max:
-        acc, m, total = softmax.raise_shift(x, c, state)
     c = across_columns(c, x.shape) if jnp.ndim(c) else c
     p = jnp.exp2(x * c if cfg.fixed_max else x * c - across_columns(m, x.shape))
-    return p, (acc, m, total + lanes.partial_row_sums(p)), alpha
+    return p, (acc, m, total + lanes.partial_row_sums(p))
 
 
 def _completed(state):
@@ -231,9 +224,9 @@ def _dots(cfg, q_tile, k_tile, after=lambda: None):
     return pl.run_scoped(body, plgpu.ACC((WARPGROUP_ROWS, cfg.block_kv), jnp.float32))
 
 
-def _add_weighted_values(cfg, acc, alpha, weights, v_tile, after=lambda: None):
-    """acc plus the products of a block. alpha: of 8-bit products, whose sums must not pass through the tensor cores
-    again: they keep 14 bits. Each block's are added in float32."""
+def _add_weighted_values(cfg, acc, weights, v_tile, after=lambda: None):
+    """acc plus the products of a block. Sums of 8-bit products must not pass through the tensor cores again, which keep
+    14 bits: each block's are added in float32."""
     if cfg.compute_dtype is not None:
 
         def products(ref):
@@ -241,7 +234,7 @@ def _add_weighted_values(cfg, acc, alpha, weights, v_tile, after=lambda: None):
             after()
             return ref[...]
 
-        return acc * across_columns(alpha, acc.shape) + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
+        return acc + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
 
     def body(ref):
         for part in weights:
@@ -325,9 +318,9 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         if cfg.weights_first:
             weights, (acc, m, total) = softmax.weights_first(x, c, state, dtype=cfg.value_dtype)
-            weights, alpha = (weights,), None
+            weights = (weights,)
         else:
-            p, (acc, m, total), alpha = softmax_step(cfg, x, c, state)
+            p, (acc, m, total) = softmax_step(cfg, x, c, state)
             if cfg.token_scales:
                 plgpu.barrier_wait(refs.v_full.at[slot])
             weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
@@ -344,7 +337,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
             def _():
                 plgpu.barrier_wait(refs.k_full.at[slot_of(j + 1)])
 
-        acc = _add_weighted_values(cfg, acc, alpha, weights, refs.v_tile.at[slot], wait_for_next_keys)
+        acc = _add_weighted_values(cfg, acc, weights, refs.v_tile.at[slot], wait_for_next_keys)
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, m, total
 
@@ -388,12 +381,12 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
-        p, (acc, m, total), alpha = softmax_step(cfg, x, c, state)
+        p, (acc, m, total) = softmax_step(cfg, x, c, state)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
         weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
-        acc = _add_weighted_values(cfg, acc, alpha, weights, refs.v_tile.at[slot])
+        acc = _add_weighted_values(cfg, acc, weights, refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         for others in range(1, 1 if alone else cfg.computing):
             when(j + others < n)(lambda others=others: skip_block(cfg, refs, blocks_before + j + others))

@@ -65,7 +65,6 @@ def _put_block(closure, tile, values):
 PTX_OF_EIGHT_BITS = {
     "convert": _convert,
     "convert_rows": _convert_rows,
-    "round_up": lambda closure, x: (np.ceil(x),),
     "eight_bit_weights": lambda closure, p: (p.astype(jnp.dtype(jnp.float8_e4m3fn)),),
     "stage_rows": _stage_rows,
     "load_ids": _load_ids,

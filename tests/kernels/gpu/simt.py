@@ -130,6 +130,8 @@ class Machine:
             return x[0][self.lane ^ int(x[1])]
         if kind[0] == "setp":  # gtu: or if one of them is no number
             return {"gt": np.greater, "gtu": lambda a, b: ~(a <= b)}[kind[1]](x[0], x[1])
+        if kind[:2] == ["cvt", "rpi"]:
+            return np.ceil(x[0])
         if kind[0] == "cvt":
             pair = np.stack([np.broadcast_to(v, self.lane.shape) for v in x[::-1]], 1).astype(HALF[kind[2][:-2]])
             return np.ascontiguousarray(pair).view(np.uint32).reshape(-1)

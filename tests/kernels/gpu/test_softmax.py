@@ -110,6 +110,22 @@ def test_shifts_rise_in_few_blocks():
             assert set(risen) <= {5, 40}, "the rows whose logits rise"
 
 
+def test_shifts_of_weights_of_8_bits_are_whole_and_leave_them_room():
+    logits, _ = drawn()
+    with emulated(softmax, Machine(128, 0)):
+        state = start()
+        for block in np.split(logits, BLOCKS, axis=1):
+            acc, m, total = state = softmax.raise_shift(fragment_of(block), FACTOR, state, eight_bits=True)
+            shifts, seen = rows_of(m)[0], ~np.isneginf(block).all(axis=1)
+            top = np.exp2(block.max(axis=1) * FACTOR - shifts)[seen]
+            assert (shifts[seen] == np.round(shifts[seen])).all() and top.max() <= 256
+    first = logits[:, :KEYS].max(axis=1) * FACTOR
+    with emulated(softmax, Machine(128, 0)):
+        shifts = rows_of(softmax.raise_shift(fragment_of(logits[:, :KEYS]), FACTOR, start(), eight_bits=True)[1])[0]
+    weights = np.exp2(first - shifts)[np.isfinite(first)]
+    assert (weights > 64).all() and (weights <= 128).all()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_weights_fit_their_dtype(dtype):
     """The largest weight that weights_first keeps, and a factor of each row's own."""
