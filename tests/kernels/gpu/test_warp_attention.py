@@ -226,6 +226,8 @@ REFUSED = {
     "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
     "fixed max": (dict(fixed_max=True), "fixed_max True: a choice of the Hopper kernel, wanted False"),
     "two pipelines": (dict(pipelines=2), "pipelines 2: a choice of the Hopper kernel, wanted 1"),
+    "three that compute": (dict(computing=3), "computing 3: a choice of the Hopper kernel, wanted 2"),
+    "weights first": (dict(weights_first=True), "weights_first True: a choice of the Hopper kernel, wanted False"),
     "a merge inside": (dict(rows=4, merges_inside=True), "merges_inside True: a choice of the Hopper kernel"),
     "one query buffer": (dict(q_buffers=1), "q_buffers 1: a choice of the Hopper kernel, wanted 2"),
     "no CTA": (dict(num_ctas=0), "num_ctas 0: wanted at least 1"),
