@@ -230,7 +230,8 @@ def three_that_compute(request: TileRequest) -> dict[str, Any]:
     """Tiles of 192 rows: see THREE_COMPUTE_DIM."""
     config, rows = request.config, request.rows
     three = _with(request, computing=3, block_kv=64 if config.quantised else 128)
-    if not _has_long_units(request) or (rows is not None and rows <= three.tile_rows) or config.qq_bias:
+    is_long = _has_long_units(request) and (rows is None or rows > three.tile_rows)
+    if not is_long or three.computing != 3 or config.qq_bias:
         return {}
     if config.quantised:
         tiles = request.requests * config.num_kv_heads * -(-(rows or 0) // three.tile_rows)
@@ -239,7 +240,7 @@ def three_that_compute(request: TileRequest) -> dict[str, Any]:
     elif config.head_dim > THREE_COMPUTE_DIM:
         return {}
     stages = _stages_that_fit(three, three.block_kv, most=3)
-    if supports(dataclasses.replace(three, stages=stages)):
+    if supports(_with(request, three, stages=stages)):
         return {}
     return {"computing": 3, "block_kv": three.block_kv, "stages": stages}
 
@@ -285,7 +286,9 @@ def largest_tiles(request: TileRequest) -> dict[str, Any]:
 def soft_cap(request: TileRequest) -> dict[str, Any]:
     """How a soft-capped softmax is computed, where the cap bounds the logits."""
     config = request.config
-    if not FIXED_MAX or "fixed_max" in request.decided or config.narrow_rows or not config.can_fix_max:
+    if not FIXED_MAX or "fixed_max" in request.decided or not config.can_fix_max:
+        return {}
+    if config.narrow_rows or config.weights_first:
         return {}
     return {"fixed_max": True, "cap_fourths": CAP_FOURTHS_WIDE if config.head_dim > 192 else CAP_FOURTHS}
 

@@ -240,6 +240,27 @@ def test_long_prompts_have_three_warpgroups_or_no_maximum(fields, three, first):
     assert not supports(config)
 
 
+@pytest.mark.parametrize(
+    "fields, three",
+    [
+        (dict(E4M3, block_kv=64, stages=5), False),  # two warpgroups leave shared memory for five stages
+        (dict(E4M3, block_kv=64, stages=3), True),
+        (dict(E4M3, block_kv=128), False),
+        (dict(D64, block_kv=64, stages=4), True),
+        (dict(CAPPED, weights_first=True), False),
+    ],
+)
+def test_policies_choose_nothing_that_the_callers_tiles_exclude(fields, three):
+    config = default_config(**fields)
+    assert not supports(config) and config.computing == 2 + three
+
+
+@pytest.mark.parametrize("fields", [D64, E4M3])
+def test_two_that_compute_have_no_tiles_of_three(fields):
+    """Over an 8-bit cache those are smaller: blocks of 64 keys."""
+    assert default_config(**fields, computing=2) == default_config(**fields | dict(requests=64), computing=2)
+
+
 def test_neither_where_each_warpgroup_has_an_equal_share_of_registers(monkeypatch):
     """As nvJitLink compiles: with these, products would wait for one another."""
     monkeypatch.setattr(gpu_kernel.device, "keeps_registers", lambda: False)
