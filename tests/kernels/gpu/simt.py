@@ -125,8 +125,10 @@ class Machine:
         x = [np.uint32(int(v[2:], 16)).view(np.float32) if isinstance(v, str) and v.startswith("0f") else v for v in x]
         kind = name.split(".")
         if kind[0] == "vote":
-            return np.repeat(x[0].reshape(-1, 32).any(axis=1), 32)
+            assert x[1] == "-1", "all lanes vote"
+            return np.repeat({"any": np.any, "all": np.all}[kind[2]](x[0].reshape(-1, 32), axis=1), 32)
         if kind[0] == "shfl":
+            assert kind[2] == "bfly" and x[2:] == ["31", "-1"]
             return x[0][self.lane ^ int(x[1])]
         if kind[0] == "setp":  # gtu: or if one of them is no number
             return {"gt": np.greater, "gtu": lambda a, b: ~(a <= b)}[kind[1]](x[0], x[1])

@@ -19,10 +19,10 @@ def start():
     return acc, rows_fragment(zeros - 1e38), rows_fragment(zeros)
 
 
-def weights_after_raise(x, factor, state):
-    """What tiles_sm90.softmax_step computes from the state of raise_shift."""
+def weights_after_raise(x, factor, state, dtype=None):
+    """What tiles_sm90.softmax_step computes from the state of raise_shift; its weights are rounded later."""
     acc, m, total = softmax.raise_shift(x, factor, state)
-    shifts, factors = rows_of(m)[0], np.broadcast_to(factor if np.ndim(factor) else FACTOR, 64)
+    shifts, factors = rows_of(m)[0], np.full(64, FACTOR) if factor is FACTOR else rows_of(factor)[0]
     p = np.exp2(matrix(x) * factors[:, None] - shifts[:, None]).astype(np.float32)
     parts = lanes.partial_row_sums(fragment_of(p))
     flat = total.registers.reshape(-1)
@@ -141,3 +141,31 @@ def test_weights_fit_their_dtype(dtype):
     assert (0 < shifts).any() and (shifts == 0).any() and p.max() <= softmax.MOST
     np.testing.assert_allclose(p, exact, rtol=2e-2, atol=1e-6)
     np.testing.assert_allclose(sums, exact.sum(axis=1), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_shifts_are_the_maxima_so_far_where_they_are_raised(name):
+    """A row's rise is that of its largest logit, by the row's own factor; factors are those of 8-bit queries."""
+    factors = np.where(np.arange(64) // 8 % 2, 2.0**-20, 4.0).astype(np.float32)  # a lane has one row of each kind
+    logits = np.random.default_rng(2).normal(size=(64, KEYS)).astype(np.float32) * 50
+    exact = logits.astype(np.float64)
+    with emulated(softmax, Machine(128, 0)), emulated(lanes, Machine(128, 0)):
+        x, by_row = fragment_of((logits / factors[:, None]).astype(np.float32)), rows_fragment(factors)
+        p, (_, m, total) = WAYS[name](x, by_row, start(), "float16")
+        shifts, sums = rows_of(m), rows_of(total).sum(axis=0)
+    np.testing.assert_allclose(shifts, np.broadcast_to(exact.max(axis=1), (4, 64)), rtol=1e-6)
+    np.testing.assert_allclose(p, np.exp2(exact - exact.max(axis=1, keepdims=True)), rtol=2e-3, atol=1e-6)
+    np.testing.assert_allclose(shifts[0] + np.log2(sums), np.log2(np.exp2(exact).sum(axis=1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_weights_of_a_shift_that_stays_fit_float16(name):
+    """Rows whose logits exceed their shift by 0 to 20 in one lane's columns, and one by exactly 16."""
+    logits = np.full((64, KEYS), -np.inf, np.float32)
+    logits[:, 3], logits[40, 3] = np.linspace(0, 20, 64), 16
+    with emulated(softmax, Machine(128, 0)), emulated(lanes, Machine(128, 0)):
+        acc, _, total = start()
+        state = acc, rows_fragment(np.zeros(64)), total
+        p, (_, m, _) = WAYS[name](fragment_of(logits), rows_fragment(np.ones(64, np.float32)), state, "float16")
+    assert (rows_of(m) == rows_of(m)[0]).all() and set(rows_of(m)[0]) > {0, 16, 20}
+    np.testing.assert_allclose(np.float16(p[:, 3]), np.exp2(logits[:, 3] - rows_of(m)[0]), rtol=1e-3)
