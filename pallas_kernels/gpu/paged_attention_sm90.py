@@ -178,6 +178,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         tiles = (q_tile, *multiplied, *(rounded or (None,)), *from_pool)
         small = (*small, None)[:3]
         pools = with_scale_pools(cfg, gmem)
+        (turn,) = turn or (None,)
         refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, turn, compute_barrier)
         wg = lax.axis_index("wg")
         compute, load, *fourth = registers(cfg)
@@ -227,7 +228,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     free = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages),) * 2
     stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (copies, 1) for count, _ in kept)
     queries = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=buffers) for n in (1, readers))
-    turn = plgpu.Barrier(num_arrivals=1, num_barriers=cfg.computing)
+    turn = (plgpu.Barrier(num_arrivals=1, num_barriers=3),) if cfg.computing == 3 else ()
     compute_barrier = plgpu.Barrier(num_arrivals=cfg.computing)
     scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, turn, compute_barrier
     pl.run_scoped(roles, *scratch, collective_axes="wg")
