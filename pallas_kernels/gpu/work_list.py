@@ -440,10 +440,13 @@ def _whole_waves(cost, most, total):
 
 
 def _snap(unit, inside, info, config):
-    """Cost `inside` a unit -> (unit, block within it); moved to the unit's start or end if that is within min_split."""
+    """Cost `inside` a unit -> (unit, block within it); moved to the unit's start or end if that is within min_split.
+
+    What is at a unit's start stays there: the waves end at one, and the line begins at it.
+    """
     weight = jnp.where(info[:, NROWS] <= SHORT_ROWS, config.short_weight, config.long_weight)
     block = (jnp.maximum(inside - UNIT_COST // 2, 0) + weight // 2) // weight
-    up = info[:, NBLK] - block < config.min_split
+    up = (block > 0) & (info[:, NBLK] - block < config.min_split)
     return jnp.where(up, unit + 1, unit), jnp.where(up | (block < config.min_split), 0, block)
 
 

@@ -42,11 +42,12 @@ FLAT = {  # batch, padding tokens, CTAs
 
 
 def make(
-    batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0, whole=False, pipelines=1
-):
+    batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0, whole=False, pipelines=1,
+    **fields,
+):  # fmt: skip
     config = GpuKernelConfig(
         **SHAPE, num_heads=heads * group, num_kv_heads=heads, mask=rule, heads_together=together, num_ctas=ctas,
-        flat_list=flat, piece_blocks=piece_blocks, whole_units=whole, pipelines=pipelines,
+        flat_list=flat, piece_blocks=piece_blocks, whole_units=whole, pipelines=pipelines, **fields,
     )  # fmt: skip
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
@@ -79,6 +80,28 @@ def pieces_of(cta_row, me, info, config):
 @pytest.mark.parametrize("batch", BATCHES)
 def test_every_block_of_every_unit_is_done_once(batch, rule):
     check_once(*make(BATCHES[batch], RULES[rule]))
+
+
+@pytest.mark.parametrize(("batch", "rule", "group"), [("prefill", "causal", 7), ("mixed", "lookback", 71)])
+def test_tiles_of_192_rows_hold_every_row_once(batch, rule, group):
+    """Group sizes that do not divide 192: a tile ends within a token's heads."""
+    config, starts, seqs, tokens, info, cta, join = make(BATCHES[batch], RULES[rule], group=group, computing=3)
+    check_once(config, starts, seqs, tokens, info, cta, join)
+    count = np.zeros(tokens * group, int)
+    for row in info[info[:, wl.NROWS] > 0]:
+        begin = row[wl.TOK0] * group + row[wl.ROW0]
+        count[begin : begin + row[wl.NROWS]] += 1
+    assert (count == 1).all() and info[:, wl.NROWS].max() == 192
+    for me in range(config.workers):
+        pieces = [(lo, hi < info[tile, wl.NBLK]) for (tile, _), lo, hi in pieces_of(cta[me], me, info, config)]
+        parts = [lo == 0 for lo, ends_early in pieces if lo > 0 or ends_early]
+        assert len(parts) == len(set(parts)), "each has a slot of its own"
+
+
+def test_no_unit_is_lost_between_waves_and_the_line_with_a_larger_min_split():
+    """The line's first unit has one block, fewer than min_split."""
+    batch = [(0, 0), (13, 13), (669, 1072), (8, 8), (0, 0), (10, 233)]
+    check_once(*make(batch, MaskRule(chunk=192), group=16, heads=1, pad=0, ctas=7, computing=3, min_split=2))
 
 
 @pytest.mark.parametrize("batch", [*BATCHES, *(f"flat: {name}" for name in FLAT)])
