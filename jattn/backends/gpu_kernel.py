@@ -41,7 +41,7 @@ def kernel_config(
 ) -> GpuKernelConfig:  # fmt: skip
     """The static arguments of the chip's kernel for queries of `dtype` and a batch (None: any batch).
 
-    invariant: one kernel for every batch, which cuts no unit. Whether pipelines pay depends on the batch.
+    invariant: one kernel for every batch, which cuts no unit. Fields that pay in some batches only are the same in all.
     """
     longest, keys, requests = None, None, 0
     if common is not None and not invariant:
@@ -49,8 +49,8 @@ def kernel_config(
         requests = common.seq_lens.shape[0]
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
     processors = device.processors() if chip == device.detect() else None
-    units: dict[str, Any] = dict(whole_units=True, pipelines=1) if invariant else {}
-    fields: dict[str, Any] = units | dict(
+    same: dict[str, Any] = dict(whole_units=True, pipelines=1, computing=2, weights_first=False) if invariant else {}
+    fields: dict[str, Any] = same | dict(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
@@ -74,7 +74,7 @@ def kernel_config(
     if not by_wgmma(chip, cache_spec.block_size):
         return by_warps(chip=chip.generation or HOPPER.generation)
     equal = fields_of_equal_shares(chip)
-    config = default_config(keys=keys, requests=requests, card=device.card(), **fields, **equal)
+    config = default_config(keys=keys, requests=requests, card=device.card(), **fields | equal)
     if equal and _lacks_registers(config):
         instead = by_warps(chip=TILES_8BIT if config.quantised else HOPPER.generation)
         return config if warps_support(instead) else instead
