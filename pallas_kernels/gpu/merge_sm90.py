@@ -105,7 +105,7 @@ def merge_parts(
     if chunks is None:
         chunks = 2 if cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
 
-    halves = cfg.computing if cfg.long_tiles else 1  # of a tile: 64 rows each
+    halves = cfg.tile_rows // WARPGROUP_ROWS if cfg.long_tiles else 1  # groups of 64 rows of a tile
     grid = dict(cut=cfg.workers, half=halves, column=cfg.v_head_dim // (width * chunks))
     kernel = functools.partial(_kernel, cfg, width, in_flight, chunks)
     return launch_merge(kernel, grid, (work.info, work.cta, per_head, part, part_lse), out, lse)

@@ -2,18 +2,19 @@
 
     ragged_paged_attention
       _check                              arrays against the config; NotImplementedError where it is not supported
-      _launch                             one CTA on each SM, three or four warpgroups (paged_attention_sm80.py: warps)
+      _launch                             one CTA on each SM, three to five warpgroups (paged_attention_sm80.py: warps)
         _kernel                             allocates shared memory and barriers
-          warpgroup 2: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
-          warpgroup 3: convert_tiles          pieces_sm90.py: tiles of an 8-bit cache, for wgmma
+          warpgroup N: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
+          warpgroup N + 1: convert_tiles      pieces_sm90.py: tiles of an 8-bit cache, for wgmma
                        or load_scales         narrow tiles with scales of tokens
-          warpgroups 0, 1: _compute           for each piece of the CTA's part of the work list (work_list.py):
+          warpgroups 0 .. N - 1: _compute     for each piece of the CTA's part of the work list (work_list.py):
             long_tile                           tiles_sm90.py: more than 64 packed rows, 64 to each warpgroup, which
                                                 take turns on the tensor cores (ping-pong)
             short_tile                          tiles_sm90.py: at most 64 rows; each warpgroup computes them over
-                                                every other key block, and the two states are merged
+                                                every N-th key block, and the states are merged
             narrow_tile                         narrow_sm90.py: at most 16 rows
             blank_tile                          tiles_sm90.py: padding tokens, in a kernel without long tiles
+        N = config.computing is 2 or 3
         with two pipelines, for many units of few rows or keys, there are no long tiles: warpgroups 0 and 1 each have a
         part of the work list, stages and a memory warpgroup (2, 3) of their own, and do not wait for each other
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs

@@ -457,7 +457,7 @@ def register_value(register):
 def put_fragment(q_ref, stats_ref, acc, top, total, *, dim, q_dim, q_dtype):
     """A warpgroup's state -> SMEM, in the order of its registers; get_fragment reads it back.
 
-    q_ref SMEM [2, 64, D] is used as 64 * V floats of raw memory, stats_ref f32[512]; acc f32 (64, V), V <= D.
+    q_ref SMEM [2 or more, 64, D] is used as 64 * V floats of raw memory, stats_ref f32[512]; acc f32 (64, V), V <= D.
     """
     tile = plgpu.RefType(tile_transforms(q_dim, q_dtype))
 

@@ -276,10 +276,11 @@ def full_block_bounds(piece: Piece):
 
 
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """128 rows, 64 for each warpgroup, in ping-pong: one uses the tensor cores while the other computes softmax.
+    """65 to 128 rows, 64 for each of two warpgroups: one uses the tensor cores while the other computes softmax.
 
-    Of 192 rows, three warpgroups take turns on the tensor cores: each hands its turn on once the products of a block's
-    values and of the next block's keys are issued.
+    Three warpgroups compute up to 192 rows, and have turns on the tensor cores in the order 0, 1, 2, 0, ..: in a turn a
+    warpgroup issues the products of a block's values and of the next block's keys. Of a piece of n blocks each has
+    n + 1 turns, also without rows of its own or with n = 0; so after every piece the next turn is warpgroup 0's.
     """
     row = row_bounds(cfg, refs, piece, 64 * wg)
     stage = refs.q_tile.at[piece.buffer, wg]
@@ -366,7 +367,7 @@ def skip_block(cfg: GpuKernelConfig, refs: Refs, block_number):
 
 
 def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
-    """At most 64 rows: each warpgroup computes all of them, over every other (third) key block, or its pipeline's."""
+    """At most 64 rows: each of N warpgroups computes all rows over every N-th key block; a pipeline, all blocks."""
     alone = cfg.pipelines == 2
     row = row_bounds(cfg, refs, piece, jnp.int32(0))
     q_tile, scale = _queries(cfg, refs, piece, wg, refs.q_tile.at[piece.buffer, wg if cfg.converts_queries else 0])

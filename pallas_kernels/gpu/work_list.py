@@ -1,7 +1,8 @@
 """The work list of the attention kernel: which CTA computes what. Built from traced lengths, inside jit.
 
-    tile    up to 128 packed rows of one request: row p is token p // G and head p % G of a kv head's group. Where each
-            CTA has two pipelines, up to 64 rows, and a pipeline stands for the CTA in what follows
+    tile    up to 128 packed rows of one request, or 192 where three warpgroups compute: row p is token p // G and head
+            p % G of a kv head's group. Where each CTA has two pipelines, up to 64 rows, and a pipeline stands for the
+            CTA in what follows
     unit    one (tile, kv head). It costs its number of key blocks times the cost of a block, plus UNIT_COST
     piece   a range of a unit's key blocks: what a CTA computes at a time
 
@@ -61,9 +62,9 @@ WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HE
 JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
 """Columns of cta, see the module's docstring; JOIN is the first of three."""
 
-TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most
+TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most, unless three warpgroups compute; rows of its slots of parts
 SHORT_ROWS = WARPGROUP_ROWS
-"""A tile of at most this many rows is computed by both warpgroups, each on half of the keys, or by its pipeline's."""
+"""A tile of at most this many rows is computed by all warpgroups, each on a share of the keys, or by its pipeline's."""
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
 UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
 CUTS_COST = 22  # what cutting costs at least, like UNIT_COST: a second piece on each CTA, and parts to merge

@@ -88,13 +88,16 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
         MIXED, THREE | dict(logits=LogitRule(scale=0.1, soft_cap=60.0, has_alibi=True), has_sinks=True, num_heads=6),
         dict(soft_cap=60.0, slopes=None, sinks=None),
     ),
+    "rows that do not divide 192, three compute, maxima first": (
+        ((40, 100), (28, 28), (9, 70)), THREE | dict(num_heads=14, weights_first=False, out_dtype="float32"), {}
+    ),
     "short tiles, three compute": (((6, 100), (3, 200), (0, 0), (9, 9), (1, 700)), THREE, {}),
     "mixed, weights first": (MIXED, ONE | dict(weights_first=True), {}),
     "mixed, weights first, int8, sinks": (
         MIXED, ONE | INT8 | dict(weights_first=True, q_buffers=1, has_sinks=True), dict(sinks=None)
     ),
     "large logits, weights first": (MIXED, ONE | dict(weights_first=True, logits=LogitRule(scale=9.0)), {}),
-    "large logits": (MIXED, ONE | dict(logits=LogitRule(scale=9.0)), {}),
+    "large logits, maxima first": (MIXED, ONE | dict(weights_first=False, logits=LogitRule(scale=9.0)), {}),
     "prefill in parts, two pipelines, D 128": (
         ((70, 300),), TWO | dict(head_dim=128, v_head_dim=128, num_ctas=4, page_size=64), {}
     ),
