@@ -221,6 +221,8 @@ CAPPED = dict(SHAPE, logits=LogitRule(scale=0.1, soft_cap=30.0))
         (dict(SHAPE, head_dim=256, v_head_dim=256), False, False),
         (dict(SHAPE, head_dim=192), False, True),
         (CAPPED, False, False),  # its maximum is fixed
+        (dict(SHAPE, logits=LogitRule(scale=0.1, has_alibi=True)), False, False),  # its logits rise
+        (dict(SHAPE, logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s)), False, False),
         (FEW, False, False),
         (D64, True, True),
         (dict(D64, keys=1024), False, False),
