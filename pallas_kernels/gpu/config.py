@@ -177,6 +177,11 @@ class GpuKernelConfig:
         return 2 if self.token_scales and self.dtype == "float16" else 1
 
     @property
+    def logits_rise(self) -> bool:
+        """May logits rise with the key's position all along a row?"""
+        return self.logits.has_alibi or self.logits.score_fn is not None
+
+    @property
     def key_bytes(self) -> int:
         """Bytes of one token's key and value of one kv head."""
         return (self.head_dim + self.v_head_dim) * (1 if self.quantised else 2)

@@ -223,10 +223,9 @@ def softmax_of_long_tiles(request: TileRequest) -> dict[str, Any]:
     are computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 60.2 instead of 58.4. Nor where logits
     rise with the key's position, as with ALiBi, whose steep heads would compute every block twice: 1223 instead of 934.
     """
-    config, rule = request.config, request.config.logits
+    config = request.config
     fits = config.v_head_dim <= 128 and not config.quantised
-    rises = rule.has_alibi or rule.score_fn is not None
-    usual = fits and not rises and not (FIXED_MAX and config.can_fix_max)
+    usual = fits and not config.logits_rise and not (FIXED_MAX and config.can_fix_max)
     return {"weights_first": usual and _has_long_units(request)}
 
 

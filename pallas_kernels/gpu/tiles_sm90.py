@@ -199,9 +199,15 @@ def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
 def softmax_step(cfg: GpuKernelConfig, x, c, state):
     """(p f32, state with p's sums).
 
-    With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled.
+    With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled. Logits that
+    rise with the key's position raise m in nearly every block, for which a branch would only cost time.
     """
-    if not cfg.fixed_max:
+    if cfg.logits_rise and cfg.compute_dtype is None:
+        acc, m, total = state
+        new_m = jnp.maximum(m, x.max(axis=1) * c)
+        alpha = jnp.exp2(m - new_m)
+        state = acc * across_columns(alpha, acc.shape), new_m, total * alpha
+    elif not cfg.fixed_max:
         state = softmax.raise_shift(x, c, state, eight_bits=cfg.compute_dtype is not None)
     acc, m, total = state
     c = across_columns(c, x.shape) if jnp.ndim(c) else c
