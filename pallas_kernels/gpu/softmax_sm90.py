@@ -29,8 +29,8 @@ _WGMMA = plgpu.Layout.WGMMA
 _ROWS = _WGMMA.reduce(1)
 _STATE = (_WGMMA, _ROWS, _ROWS)
 RISE = 8  # in base 2: weights of raise_shift are at most 2 ** RISE
-MOST = 4096  # a lane's sum of weights beyond which weights_first raises the shift: float16 holds up to 65504
-SHFL = "shfl.sync.bfly.b32 u, {0}, {1}, 31, -1; max.NaN.f32 {0}, {0}, u; "  # NaN must reach the output
+MOST_SUM = 4096  # a lane's sum of weights beyond which weights_first raises the shift: float16 holds up to 65504
+SHFL = "shfl.sync.bfly.b32 u, {0}, {1}, 31, -1; max.NaN.f32 {0}, {0}, u; "  # the larger of two lanes
 
 
 def raise_shift(x, factor, state, *, eight_bits: bool = False):
@@ -39,7 +39,6 @@ def raise_shift(x, factor, state, *, eight_bits: bool = False):
     eight_bits: weights are rounded to 8 bits. m is a whole number then, so that they are rounded alike whatever keys
     came before, and so low that the largest are near 2 ** RISE: 8 bits hold less of the small ones.
     """
-
     by_row, kind = _factors(factor)
 
     @plgpu.inline_mgpu(arg_types=(_WGMMA, kind, *_STATE), return_type=_state_types(state))
@@ -85,7 +84,7 @@ def weights_first(x, factor, state, *, dtype: str):
         given, first = [*factors, *sums, *_flat(x)], len(values) + len(words)  # operands that are not results
         text = ".reg .pred p, q<2>; .reg .f32 u, v, w, t<2>, a<2>, s<2>; "
         for i in range(2):
-            text += f"mov.f32 s{i}, ${first + 2 + i}; setp.gtu.f32 q{i}, s{i}, {_hex(MOST)}; "
+            text += f"mov.f32 s{i}, ${first + 2 + i}; setp.gtu.f32 q{i}, s{i}, {_hex(MOST_SUM)}; "
         text += "or.pred p, q0, q1; " + _unless_any("p")
         half = "bf16x2" if dtype == "bfloat16" else "f16x2"
         for i in range(2):

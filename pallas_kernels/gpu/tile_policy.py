@@ -57,8 +57,8 @@ launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows that ar
 
 THREE_COMPUTE_DIM, FEW_REQUESTS, UNITS_OF_THREE = 64, 8, 4
 """Three warpgroups that compute, with tiles of 192 rows, for long prompts of heads of up to THREE_COMPUTE_DIM: one of
-4096 tokens takes 280 instead of 311. Over an 8-bit cache, whose tiles are converted for more rows at a time, a prompt of
-8192 takes 909 instead of 984; but a chunk of 512 tokens takes 473 instead of 436, and a batch with 32 decodes 548
+4096 tokens takes 280 instead of 311. Over an 8-bit cache, whose tiles are converted for more rows at a time, a prompt
+of 8192 takes 909 instead of 984; but a chunk of 512 tokens takes 473 instead of 436, and a batch with 32 decodes 548
 instead of 499. So there are few requests, and UNITS_OF_THREE units for each CTA."""
 
 

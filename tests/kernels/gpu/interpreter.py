@@ -240,7 +240,7 @@ def _raise_shift(closure, x, factor, acc, m, total):
 def _weights_first(closure, x, factor, acc, m, total):
     logits = x * np.reshape(factor, (-1, 1))
     with np.errstate(over="ignore"):
-        large = ~(np.exp2(logits - m[:, None]).sum(axis=1) <= softmax.MOST)
+        large = ~(np.exp2(logits - m[:, None]).sum(axis=1) <= softmax.MOST_SUM)
     new = np.where(large, np.maximum(m, logits.max(axis=1)), m).astype(np.float32)
     alpha, p = np.exp2(m - new).astype(np.float32), np.exp2(logits - new[:, None]).astype(np.float32)
     return new, total * alpha + p.sum(axis=1), acc * alpha[:, None], p.astype(jax.numpy.dtype(closure["dtype"]))
