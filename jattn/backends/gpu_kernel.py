@@ -82,17 +82,18 @@ def kernel_config(
 
 
 def fields_of_equal_shares(chip: Chip) -> dict[str, Any]:
-    """Fields that do without more registers than an equal share, if this machine compiles so for its own chip: see
-    device.keeps_registers. With others each product of a block would wait for the one before."""
-    has_them = chip == device.detect() and not device.keeps_registers()
-    return dict(computing=2, weights_first=False) if has_them else {}
+    """Fields of a config whose warpgroups need no more registers than an equal share, if this machine compiles kernels
+    of its own chip so (device.keeps_registers); else {}. With others a block's products would wait for one another."""
+    has_equal_shares = chip == device.detect() and not device.keeps_registers()
+    return dict(computing=2, weights_first=False) if has_equal_shares else {}
 
 
 def _lacks_registers(config: GpuKernelConfig) -> bool:
     """Do the tile's products need more registers than an equal share, which warpgroups have if nvJitLink compiles?
 
-    See device.keeps_registers. On an H200, compiled so, a prompt over an 8-bit cache takes 4509 us instead of 1141, and
-    1967 by the warp-level kernel; heads of 256 807 instead of 233, heads of 128 949 instead of 854, decodes no longer.
+    See device.keeps_registers. On an H200, compiled so, before softmax_sm90.py was, a prompt over an 8-bit cache took
+    4509 us instead of 1141, and 1967 by the warp-level kernel; heads of 256 807 instead of 233, heads of 128 949
+    instead of 854, decodes no longer.
     """
     crowded = config.head_dim > 192 or config.quantised
     return crowded and config.has_long_tiles and config.compute_dtype is None

@@ -59,8 +59,8 @@ class GpuKernelConfig:
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
     narrow_rows: int = 0  # 8 or 16: no request has more rows, and narrow_sm90.py computes them; 0: unknown
-    computing: int = 2  # warpgroups that compute: 3 for tiles of up to 192 rows, which share each load of keys
-    weights_first: bool = False  # long tiles: no maximum of a block (softmax_sm90.py), for 32 more registers
+    computing: int = 2  # warpgroups that compute, 2 or 3: each has 64 rows of a long tile, and all share a load of keys
+    weights_first: bool = False  # long tiles: weights without a block's maximum (softmax_sm90.py); needs more registers
     pipelines: int = 1  # 2: each compute warpgroup has units, stages and a memory warpgroup of its own
 
     @property

@@ -14,7 +14,7 @@
                                                 every N-th key block, and the states are merged
             narrow_tile                         narrow_sm90.py: at most 16 rows
             blank_tile                          tiles_sm90.py: padding tokens, in a kernel without long tiles
-        N = config.computing is 2 or 3
+        N is config.computing, 2 or 3
         with two pipelines, for many units of few rows or keys, there are no long tiles: warpgroups 0 and 1 each have a
         part of the work list, stages and a memory warpgroup (2, 3) of their own, and do not wait for each other
       merge_parts                         merge_sm90.py: a second, small launch, for units split among CTAs
@@ -58,11 +58,11 @@ from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.supports_sm80 import supports as warps_support
 from pallas_kernels.gpu.tiles_sm90 import blank_tile, long_tile, short_tile
 
-REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for the three warpgroups
-CONVERTING = (200, 32, 80)  # the same and of one that converts tiles: at most 128 * 4
-REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles: the fourth loads scales
-THREE = (160, 32)  # of REGISTERS, three of which compute: at most 128 * 4
-THREE_CONVERTING = (136, 24, 48)  # of CONVERTING likewise: at most 96 * 5
+REGISTERS = (232, 40)  # of a thread that computes and of one that loads: at most 168 * 3 for three warpgroups
+REGISTERS_CONVERTING = (200, 32, 80)  # the same and of one that converts tiles: at most 128 * 4
+REGISTERS_TOKEN_SCALES = (184, 72, 72)  # of narrow tiles; the third number is of one that loads scales
+REGISTERS_THREE = (160, 32)  # as REGISTERS, where three warpgroups compute: 3 * 160 + 32 are at most 128 * 4
+REGISTERS_THREE_CONVERTING = (136, 24, 48)  # as REGISTERS_CONVERTING, likewise: at most 96 * 5
 REGISTERS_PIPELINES = (208, 48, 48)  # two warpgroups compute, two load: the second number is theirs
 
 
@@ -182,7 +182,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         (turn,) = turn or (None,)
         refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, turn, compute_barrier)
         wg = lax.axis_index("wg")
-        compute, load, *fourth = registers(cfg)
+        compute, load, *extra = registers(cfg)
 
         own = lambda pipeline: refs if cfg.pipelines == 1 else dataclasses.replace(refs, pipeline=pipeline)
 
@@ -196,11 +196,11 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
             plgpu.set_max_registers(load, action="decrease")
             load_pages(cfg, own(wg - cfg.computing))
 
-        if fourth and cfg.pipelines == 1:
+        if extra and cfg.pipelines == 1:
 
             @when(wg == cfg.computing + 1)
             def _():
-                plgpu.set_max_registers(fourth[0], action="decrease")
+                plgpu.set_max_registers(extra[0], action="decrease")
                 (convert_tiles if cfg.converts_tiles else load_scales)(cfg, refs)
 
     tile = rows.smem_tiles
@@ -236,13 +236,14 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
 
 
 def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
-    """Registers of a thread that computes, of one that loads, and of one of a fourth warpgroup, if there is one."""
+    """Registers of a thread that computes, of one that loads, and of one that converts tiles or loads scales,
+    if there is one."""
     if cfg.computing == 3:
-        return THREE_CONVERTING if cfg.converts_tiles else THREE
+        return REGISTERS_THREE_CONVERTING if cfg.converts_tiles else REGISTERS_THREE
     if cfg.pipelines == 2:
         return REGISTERS_PIPELINES
     if cfg.converts_tiles:
-        return CONVERTING
+        return REGISTERS_CONVERTING
     return REGISTERS_TOKEN_SCALES if cfg.token_scales else REGISTERS
 
 

@@ -60,7 +60,7 @@ class Refs:
     v_stored_free: object = None
     q_full: object = None  # barriers, one for each buffer of queries
     q_free: object = None
-    turn: object = None  # barriers, one for each of three compute warpgroups: its turn on the tensor cores
+    turn: object = None  # barriers, one for each of three compute warpgroups: its turn on the tensor cores; None: two
     compute_barrier: object = None  # of all compute warpgroups: exchange of states, and turns of two
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys

@@ -1,10 +1,10 @@
-"""The online softmax of a block of keys without an exchange of maxima, in one warpgroup.
+"""The online softmax of a block of keys, in one warpgroup, mostly without the block's maxima.
 
 A row's weights are 2 ** (x * factor - m). Its shift m need not be the row's maximum: every m gives the same output and
 log-sum-exp, as long as no weight overflows and the largest does not underflow. So m is raised, to the maximum so far,
-only in a block whose weights would be large: in the first one, and in few after it. In the others the output is not
-rescaled and lanes exchange nothing. m never exceeds the maximum so far, so the largest weight so far is at least 1.
-Whether m is raised depends on nothing but the row's own logits. Factors must not be negative.
+only in a block whose weights would be large: in the first one that a row sees, and in few after it. In the others the
+output is not rescaled and lanes exchange nothing. m never exceeds the maximum so far, so the largest weight so far is
+at least 1. Whether m is raised depends on nothing but the row's own logits. Factors must not be negative.
 
     raise_shift     before the weights are computed: each lane compares its own columns' maximum with m
     weights_first   weights are computed with m as it is, and no maximum; where a lane's sum of them is large, once more

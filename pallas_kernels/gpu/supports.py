@@ -32,7 +32,8 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     if c.computing == 3:
         refuse(not c.has_long_tiles, "three warpgroups that compute: wanted long_tiles and one pipeline")
         refuse(c.token_scales, "three warpgroups that compute with scales of tokens: wanted two")
-        refuse(c.compute_dtype is not None, f"three warpgroups that compute with compute_dtype {c.compute_dtype}")
+        rounded = f"compute_dtype {c.compute_dtype}"
+        refuse(c.compute_dtype is not None, f"three warpgroups that compute with {rounded}: wanted two")
         widest, block = (128, 64) if c.quantised else (64, 128)  # beyond, registers are lacking
         fits = c.head_dim <= widest and c.block_kv <= block
         seen = f"heads of {c.head_dim} in blocks of {c.block_kv}"

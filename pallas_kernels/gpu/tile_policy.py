@@ -43,17 +43,17 @@ FLAT_LIST = True
 """The flat work list where every request has few rows: building it takes 6.6 to 12 us, the ranked one 27 to 42."""
 
 FIXED_MAX = True
-"""No running maximum under a soft cap. By itself it gains 2 % of prefill: a cap costs 15.3 % instead of 17.3."""
+"""No running maximum under a soft cap. Before softmax_sm90.py was, it gained 2 % of prefill by itself: a cap cost 15.3 %
+instead of 17.3."""
 
 CAP_FOURTHS, CAP_FOURTHS_WIDE = 1, 0
-"""With FIXED_MAX, how many of every 4 scores are capped by FMA. pre_1x8k takes 1021 with 0, 927 with 1, 961 with 2,
-1114 with 3, and 868 without a cap. With heads of more than 192, which have more products a score, pre_1x4k takes 234
-with 0, 239 with 1, 247 with 2."""
+"""With FIXED_MAX, how many of every 4 scores are capped by FMA. Before softmax_sm90.py was, pre_1x8k took 1021 with
+0, 927 with 1, 961 with 2, 1114 with 3, and 868 without a cap. With heads of more than 192, which have more products a
+score, pre_1x4k took 234 with 0, 239 with 1, 247 with 2."""
 
 WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
 """A unit of at most so many keys is not cut: 8 decodes of 600 keys take 11.2, cut 15.1; pre_1x1k takes 23.9, with a
 launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows that are not narrow have blocks of 64 keys."""
-
 
 THREE_COMPUTE_DIM, FEW_REQUESTS, UNITS_OF_THREE = 64, 8, 4
 """Three warpgroups that compute, with tiles of 192 rows, for long prompts of heads of up to THREE_COMPUTE_DIM: one of
@@ -219,9 +219,9 @@ def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
 
 
 def softmax_of_long_tiles(request: TileRequest) -> dict[str, Any]:
-    """No maximum of a block, where registers allow it and units have many blocks: in a unit's first block the weights
-    are computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 60.2 instead of 58.4. Nor where logits
-    rise with the key's position, as with ALiBi, whose steep heads would compute every block twice: 1223 instead of 934.
+    """weights_first where registers allow it and units have many blocks: in a unit's first block the weights are
+    computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 take 60.2 instead of 58.4. Not where logits
+    rise with the key's position: steep heads of ALiBi would compute every block twice, 1223 instead of 934.
     """
     config = request.config
     fits = config.v_head_dim <= 128 and not config.quantised

@@ -62,7 +62,7 @@ WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HE
 JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
 """Columns of cta, see the module's docstring; JOIN is the first of three."""
 
-TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most, unless three warpgroups compute; rows of its slots of parts
+TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most, and of a slot of partial results, where two warpgroups compute
 SHORT_ROWS = WARPGROUP_ROWS
 """A tile of at most this many rows is computed by all warpgroups, each on a share of the keys, or by its pipeline's."""
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
