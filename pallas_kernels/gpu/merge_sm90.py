@@ -30,15 +30,15 @@ def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, 
     In GMEM: info i32[tiles, 16], cta i32[C, 16], per_head f32[H, 2], part f32[2C, part_rows, V], part_lse
     f32[2C, part_rows].
     """
-    half, column0 = lax.axis_index("half"), lax.axis_index("column") * (width * chunks)
+    row_group, column0 = lax.axis_index("row_group"), lax.axis_index("column") * (width * chunks)
     is_split, piece, head, ctas = split_unit(cfg, info, cta, lax.axis_index("cut"))
     refs = (per_head, part, part_lse, out_ref, lse_ref)
 
-    @when(is_split & (piece(wl.NROWS) - 64 * half > 0))
+    @when(is_split & (piece(wl.NROWS) - 64 * row_group > 0))
     def _():
         def chunk(k, _):
             column = column0 + k * width
-            merge_rows(cfg, width, refs, piece, head, ctas, 64 * half, column, in_flight)
+            merge_rows(cfg, width, refs, piece, head, ctas, 64 * row_group, column, in_flight)
 
         lax.fori_loop(0, chunks, chunk, None) if chunks > 1 else chunk(jnp.int32(0), None)
 
@@ -105,8 +105,8 @@ def merge_parts(
     if chunks is None:
         chunks = 2 if cfg.v_head_dim > 128 and cfg.v_head_dim // width % 2 == 0 else 1
 
-    halves = cfg.tile_rows // WARPGROUP_ROWS if cfg.long_tiles else 1  # groups of 64 rows of a tile
-    grid = dict(cut=cfg.workers, half=halves, column=cfg.v_head_dim // (width * chunks))
+    groups = cfg.tile_rows // WARPGROUP_ROWS if cfg.long_tiles else 1  # of 64 rows of a tile
+    grid = dict(cut=cfg.workers, row_group=groups, column=cfg.v_head_dim // (width * chunks))
     kernel = functools.partial(_kernel, cfg, width, in_flight, chunks)
     return launch_merge(kernel, grid, (work.info, work.cta, per_head, part, part_lse), out, lse)
 

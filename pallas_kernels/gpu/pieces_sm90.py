@@ -165,19 +165,20 @@ def begin_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
     kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
     kind |= dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
 
-    def load_half(half, skipped):
+    def load_row_group(n, skipped):
+        """64 rows of the tile, those after `skipped`: warpgroup n's queries."""
         where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + skipped, piece[wl.NROWS] - skipped)
-        rows.load_rows(refs.q, refs.q_tile.at[buffer, half], *where, **kind)
+        rows.load_rows(refs.q, refs.q_tile.at[buffer, n], *where, **kind)
 
-    load_half(0, 0)
+    load_row_group(0, 0)
     if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
-        for half in range(1, cfg.computing):
-            skipped = half * WARPGROUP_ROWS
-            load_half(half, jnp.where(piece[wl.NROWS] > WARPGROUP_ROWS, skipped, 0))
+        for n in range(1, cfg.computing):
+            skipped = n * WARPGROUP_ROWS
+            load_row_group(n, jnp.where(piece[wl.NROWS] > WARPGROUP_ROWS, skipped, 0))
     else:
-        for half in range(1, refs.q_tile.shape[1]):
-            skipped = half * WARPGROUP_ROWS
-            when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda half=half, skipped=skipped: load_half(half, skipped))
+        for n in range(1, refs.q_tile.shape[1]):
+            skipped = n * WARPGROUP_ROWS
+            when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda n=n, skipped=skipped: load_row_group(n, skipped))
 
 
 def send_piece(refs: Refs, piece: Piece):
