@@ -73,7 +73,7 @@ def kernel_config(
     by_warps = functools.partial(warp_config, processors=processors, **fields)
     if not by_wgmma(chip, cache_spec.block_size):
         return by_warps(chip=chip.generation or HOPPER.generation)
-    equal = fields_of_equal_shares(chip)
+    equal = fields_for_equal_registers(chip)
     config = default_config(keys=keys, requests=requests, card=device.card(), **fields | equal)
     if equal and _lacks_registers(config):
         instead = by_warps(chip=TILES_8BIT if config.quantised else HOPPER.generation)
@@ -81,11 +81,11 @@ def kernel_config(
     return config
 
 
-def fields_of_equal_shares(chip: Chip) -> dict[str, Any]:
+def fields_for_equal_registers(chip: Chip) -> dict[str, Any]:
     """Fields of a config whose warpgroups need no more registers than an equal share, if this machine compiles kernels
     of its own chip so (device.keeps_registers); else {}. With others a block's products would wait for one another."""
-    has_equal_shares = chip == device.detect() and not device.keeps_registers()
-    return dict(computing=2, weights_first=False) if has_equal_shares else {}
+    are_equal = chip == device.detect() and not device.keeps_registers()
+    return dict(computing=2, weights_first=False) if are_equal else {}
 
 
 def _lacks_registers(config: GpuKernelConfig) -> bool:

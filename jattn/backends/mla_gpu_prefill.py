@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jattn import device
-from jattn.backends.gpu_kernel import fields_of_equal_shares
+from jattn.backends.gpu_kernel import fields_for_equal_registers
 from jattn.cache import PagedKV
 from jattn.cache.latent import gather_latent
 from jattn.mla_spec import MLAParams, MLASpec, absorb
@@ -80,7 +80,7 @@ def projection_config(
         rows=rows, num_heads=heads, num_kv_heads=heads, head_dim=spec.qk_head_dim, v_head_dim=spec.v_head_dim,
         page_size=page, layout="NHD", dtype=dtype, kv_dtype=dtype, out_dtype=out_dtype, mask=MaskRule(causal=causal),
         logits=spec.materialised.logit_rule(), per_request_causal=per_request, heads_together=together,
-        **fields_of_equal_shares(device.detect()),
+        **fields_for_equal_registers(device.detect()),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class WarpKernelConfig(GpuKernelConfig):
     narrow_rows: int = 8  # 8 or 16: a tile of at most so many rows is narrow (narrow_sm80.py)
     wide_tiles: bool = False  # larger tiles are wide (wide_sm80.py); False: no request has more than narrow_rows rows
     tile_halves: int = 1  # of a wide tile: groups of 64 rows, 1 or 2, that share each load of a key
-    lazy_rescale: bool = True  # a wide tile's output is rescaled only in blocks that raise the maximum by more than 8
+    lazy_rescale: bool = True  # a wide tile's output is rescaled only in blocks whose logits exceed m by MOST_RISE
 
     @property
     def converts_fp8(self) -> bool:

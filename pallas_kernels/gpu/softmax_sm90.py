@@ -28,16 +28,17 @@ from pallas_kernels.gpu import rows_sm90 as rows
 _WGMMA = plgpu.Layout.WGMMA
 _ROWS = _WGMMA.reduce(1)
 _STATE = (_WGMMA, _ROWS, _ROWS)
-RISE = 8  # in base 2: weights of raise_shift are at most 2 ** RISE
-MOST_SUM = 4096  # a lane's sum of weights beyond which weights_first raises the shift: float16 holds up to 65504
+MOST_RISE = 8.0  # in base 2, of a logit over m: weights are at most 256, and float16 holds up to 65504
+MOST_SUM = 4096  # a lane's sum of weights beyond which weights_first raises m
 SHFL = "shfl.sync.bfly.b32 u, {0}, {1}, 31, -1; max.NaN.f32 {0}, {0}, u; "  # the larger of two lanes
 
 
 def raise_shift(x, factor, state, *, eight_bits: bool = False):
-    """The state with m raised where x * factor exceeds it by more than RISE. x f32 [64, n], factor f32 or f32 (64,).
+    """The state with m raised where x * factor exceeds it by more than MOST_RISE.
 
+    x f32 [64, n], factor f32 or f32 (64,).
     eight_bits: weights are rounded to 8 bits. m is a whole number then, so that they are rounded alike whatever keys
-    came before, and so low that the largest are near 2 ** RISE: 8 bits hold less of the small ones.
+    came before, and so low that the largest are near 256: 8 bits hold less of the small ones.
     """
     by_row, kind = _factors(factor)
 
@@ -48,13 +49,13 @@ def raise_shift(x, factor, state, *, eight_bits: bool = False):
         count = len(values)
         text = ".reg .pred p, q<2>; .reg .f32 u, t<2>, a<2>, b<2>; "
         for i in range(2):
-            text += f"mov.f32 t{i}, ${count + i}; add.f32 b{i}, ${i}, {_hex(RISE)}; setp.gt.f32 q{i}, t{i}, b{i}; "
+            text += f"mov.f32 t{i}, ${count + i}; add.f32 b{i}, ${i}, {_hex(MOST_RISE)}; setp.gt.f32 q{i}, t{i}, b{i}; "
         text += "or.pred p, q0, q1; " + _unless_any("p")
         for i in range(2):
             text += SHFL.format(f"t{i}", 1) + SHFL.format(f"t{i}", 2)
             text += f"setp.gt.f32 q{i}, t{i}, b{i}; "
             if eight_bits:
-                text += f"cvt.rpi.f32.f32 t{i}, t{i}; sub.f32 t{i}, t{i}, {_hex(RISE - 1)}; "
+                text += f"cvt.rpi.f32.f32 t{i}, t{i}; sub.f32 t{i}, t{i}, {_hex(MOST_RISE - 1)}; "
             text += f"selp.f32 t{i}, t{i}, ${i}, q{i}; "
             text += _rescale(acc, i, first=4)
         text += "SAME: "

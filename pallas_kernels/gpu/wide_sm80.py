@@ -18,10 +18,10 @@ from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.pieces_sm80 import BlockReader
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs
 from pallas_kernels.gpu.row_states_sm90 import across_columns
+from pallas_kernels.gpu.softmax_sm90 import MOST_RISE
 from pallas_kernels.gpu.token_scales_sm90 import multiply_per_key
 
 COLUMNS_TOGETHER = 8  # keys whose positions are in registers at a time
-MOST_BELOW_MAXIMUM = 8.0  # in base 2: weights are at most 256, and float16 holds up to 65504
 
 
 def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
@@ -39,11 +39,11 @@ def wide_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
 def _softmax_step(cfg: WarpKernelConfig, x, c, m, total, acc):
     """(p f32, new m, rescaled total with p's sum, rescaled acc). total: partial sums, as of lanes.partial_row_sums.
 
-    Base-2 logits are x * c. With lazy_rescale m may be below the maximum by up to MOST_BELOW_MAXIMUM: it changes in few
+    Base-2 logits are x * c. With lazy_rescale m may be below the maximum by up to MOST_RISE: it changes in few
     blocks after the first, and lanes whose rows keep it do not rescale acc.
     """
     top = lanes.row_maxima(x) * c
-    new_m = jnp.where(top > m + MOST_BELOW_MAXIMUM, top, m) if cfg.lazy_rescale else jnp.maximum(m, top)
+    new_m = jnp.where(top > m + MOST_RISE, top, m) if cfg.lazy_rescale else jnp.maximum(m, top)
     alpha = jnp.exp2(m - new_m)
     p = wide_mma.exponentials(x, c, new_m)
     acc = wide_mma.rescaled(acc, alpha) if cfg.lazy_rescale else acc * across_columns(alpha, acc.shape)

@@ -231,8 +231,8 @@ def _load_partial(closure, acc_ref, lse_ref, slot, row0, nrows, column):
 
 def _raise_shift(closure, x, factor, acc, m, total):
     top = (x * np.reshape(factor, (-1, 1))).max(axis=1)
-    raised = np.ceil(top) - (softmax.RISE - 1) if closure["eight_bits"] else top
-    new = np.where(top > m + softmax.RISE, raised, m).astype(np.float32)
+    raised = np.ceil(top) - (softmax.MOST_RISE - 1) if closure["eight_bits"] else top
+    new = np.where(top > m + softmax.MOST_RISE, raised, m).astype(np.float32)
     alpha = np.exp2(m - new).astype(np.float32)
     return new, total * alpha, acc * alpha[:, None]
 

@@ -258,12 +258,12 @@ def test_policies_choose_nothing_that_the_callers_tiles_exclude(fields, three):
 
 
 @pytest.mark.parametrize("fields", [D64, E4M3])
-def test_two_that_compute_have_no_tiles_of_three(fields):
+def test_a_caller_of_two_warpgroups_gets_their_tiles(fields):
     """Over an 8-bit cache those are smaller: blocks of 64 keys."""
     assert default_config(**fields, computing=2) == default_config(**fields | dict(requests=64), computing=2)
 
 
-def test_neither_where_each_warpgroup_has_an_equal_share_of_registers(monkeypatch):
+def test_two_warpgroups_and_no_weights_first_where_registers_are_equal_shares(monkeypatch):
     """As nvJitLink compiles: with these, products would wait for one another."""
     monkeypatch.setattr(gpu_kernel.device, "keeps_registers", lambda: False)
     monkeypatch.setattr(gpu_kernel.device, "detect", lambda: gpu_kernel.HOPPER)
@@ -290,6 +290,6 @@ def test_neither_where_each_warpgroup_has_an_equal_share_of_registers(monkeypatc
         (dict(weights_first=True, head_dim=256, v_head_dim=256), "v_head_dim 256: wanted at most 192"),
     ],
 )
-def test_what_they_do_not_serve_is_refused(fields, words):
+def test_three_warpgroups_and_weights_first_refuse_what_they_do_not_serve(fields, words):
     reasons = supports(default_config(**D64 | fields))
     assert any(words in reason for reason in reasons), reasons
