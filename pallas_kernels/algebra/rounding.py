@@ -3,6 +3,9 @@
 Scales are powers of two, so that rounding does not depend on the keys or rows beside a number: a row of queries is
 scaled until its largest element is in 2 ** 7 .. 2 ** 8, and weights exp(x - max) until the power of two above their
 largest is 2 ** WEIGHT_BITS. float8_e4m3fn has 4 significant bits down to 2 ** -6, and nothing below 2 ** -10.
+
+Hopper's kernel scales the first block's until that power is 2 ** 7, and keeps the scale while no weight exceeds 2 ** 8
+(raise_shift in softmax_sm90.py). So the smallest weights, which have fewer bits, may be rounded otherwise than here.
 """
 
 import math
