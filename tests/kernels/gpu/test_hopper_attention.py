@@ -91,7 +91,9 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
     "rows that do not divide 192, three compute, maxima first": (
         ((40, 100), (28, 28), (9, 70)), THREE | dict(num_heads=14, weights_first=False, out_dtype="float32"), {}
     ),
-    "short tiles, three compute": (((6, 100), (3, 200), (0, 0), (9, 9), (1, 700)), THREE, {}),
+    "short tiles, three compute": (
+        ((6, 100), (3, 200), (0, 0), (9, 9), (1, 700)), THREE | dict(long_tiles=True, flat_list=False), {}
+    ),
     "mixed, weights first": (MIXED, ONE | dict(weights_first=True), {}),
     "mixed, weights first, int8, sinks": (
         MIXED, ONE | INT8 | dict(weights_first=True, q_buffers=1, has_sinks=True), dict(sinks=None)
