@@ -29,7 +29,7 @@ _WGMMA = plgpu.Layout.WGMMA
 _ROWS = _WGMMA.reduce(1)
 _STATE = (_WGMMA, _ROWS, _ROWS)
 MOST_RISE = 8.0  # in base 2, of a logit over m: weights are at most 256, and float16 holds up to 65504
-MOST_SUM = 4096  # a lane's sum of weights beyond which weights_first raises m
+MOST_SUM = 4096  # a lane's sum of weights beyond which weights_first raises m; so no weight of float16 overflows
 SHFL = "shfl.sync.bfly.b32 u, {0}, {1}, 31, -1; max.NaN.f32 {0}, {0}, u; "  # the larger of two lanes
 
 
