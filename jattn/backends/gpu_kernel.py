@@ -31,6 +31,8 @@ from pallas_kernels.gpu.tile_policy_sm80 import warp_config
 QUERY_DTYPES = ("bfloat16", "float16")
 HOPPER = Chip("gpu", "sm_90")
 ONE_RANK = ContextParallel()
+PLAIN_LONG_TILES: dict[str, Any] = dict(computing=2, weights_first=False)
+"""Long tiles without what tile_policy.py adds in some batches, for more registers."""
 WARPS_SINCE = (0, 12)  # the version of JAX that lowers the warp-level kernel for chips other than sm_90
 TILES_8BIT = "sm_80"  # whose tiles of the warp-level kernel were timed over an 8-bit cache on an H200: see below
 
@@ -49,7 +51,7 @@ def kernel_config(
         requests = common.seq_lens.shape[0]
     decoder, mask = spec.attn_type is AttentionType.DECODER, spec.mask_rule(common is None or common.is_causal)
     processors = device.processors() if chip == device.detect() else None
-    same: dict[str, Any] = dict(whole_units=True, pipelines=1, computing=2, weights_first=False) if invariant else {}
+    same: dict[str, Any] = dict(whole_units=True, pipelines=1, **PLAIN_LONG_TILES) if invariant else {}
     fields: dict[str, Any] = same | dict(
         rows=longest and longest * spec.group_size,
         num_heads=spec.num_heads,
@@ -85,7 +87,7 @@ def fields_for_equal_registers(chip: Chip) -> dict[str, Any]:
     """Fields of a config whose warpgroups need no more registers than an equal share, if this machine compiles kernels
     of its own chip so (device.keeps_registers); else {}. With others a block's products would wait for one another."""
     are_equal = chip == device.detect() and not device.keeps_registers()
-    return dict(computing=2, weights_first=False) if are_equal else {}
+    return PLAIN_LONG_TILES if are_equal else {}
 
 
 def _lacks_registers(config: GpuKernelConfig) -> bool:

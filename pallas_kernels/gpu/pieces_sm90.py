@@ -171,14 +171,12 @@ def begin_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
         rows.load_rows(refs.q, refs.q_tile.at[buffer, n], *where, **kind)
 
     load_row_group(0, 0)
-    if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
-        for n in range(1, cfg.computing):
-            skipped = n * WARPGROUP_ROWS
-            load_row_group(n, jnp.where(piece[wl.NROWS] > WARPGROUP_ROWS, skipped, 0))
-    else:
-        for n in range(1, refs.q_tile.shape[1]):
-            skipped = n * WARPGROUP_ROWS
-            when(piece[wl.NROWS] > WARPGROUP_ROWS)(lambda n=n, skipped=skipped: load_row_group(n, skipped))
+    for n in range(1, refs.q_tile.shape[1]):
+        is_long, skipped = piece[wl.NROWS] > WARPGROUP_ROWS, n * WARPGROUP_ROWS
+        if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
+            load_row_group(n, jnp.where(is_long, skipped, 0))
+        else:
+            when(is_long)(lambda n=n, skipped=skipped: load_row_group(n, skipped))
 
 
 def send_piece(refs: Refs, piece: Piece):
