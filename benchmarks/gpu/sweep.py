@@ -33,7 +33,7 @@ from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 BOUND, LSE_BOUND = 6e-3, 1e-4  # of a row's relative error; of the log-sum-exp
 PROCESSES, THREADS = 10, 14
 SEEDS = (1, 2, 3)  # of q, k and v
-TILES = ("block_kv", "stages", "q_buffers", "narrow_rows", "whole_units", "keys_first", "computing", "weights_first")
+TILES = ("block_kv", "stages", "q_buffers", "narrow_rows", "whole_units", "computing", "weights_first")
 
 
 def fa3(library: str, batches: list[cases.KernelCase], seconds: float) -> dict[str, dict]:

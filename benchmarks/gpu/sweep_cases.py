@@ -145,10 +145,6 @@ VARIANTS = (  # case, fields of the config that the policy would choose otherwis
     ("dec_1x300", dict(block_kv=128, stages=2)),
     ("dec_512_tiny", dict(block_kv=128, stages=2)),
     ("dec_512_tiny_d64", dict(block_kv=128, stages=3)),
-    ("pre_1x4k_d256_softcap", dict(keys_first=False)),
-    ("pre_1x4k_d256", dict(keys_first=False)),
-    ("pre_1x8k_d192_v128", dict(keys_first=True)),
-    ("pre_1x8k_fp8", dict(keys_first=True)),
     ("pre_ragged", dict(whole_units=True)),
     ("pre_ragged_d256", dict(whole_units=True)),
 )

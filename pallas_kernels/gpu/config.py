@@ -45,11 +45,11 @@ class GpuKernelConfig:
     block_kv: int = 128  # keys of one block: one step of the softmax loop
     stages: int = 2  # blocks of keys and values in shared memory
     q_buffers: int = 2  # pieces whose queries are in shared memory; 2: the next piece's load overlaps this one
-    keys_first: bool = False  # a piece's first block is asked for before its queries are waited for
     num_ctas: int = 132  # one on each SM of an H100 or H200
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: work_list.py decides
     short_weight: int = 4  # cost of one key block of a tile of at most WARPGROUP_ROWS rows ...
     long_weight: int = 9  # ... and of a longer tile
+    unit_cost: int = 11  # what a unit costs besides its blocks: 11 is about 2 us
     min_split: int = 1  # key blocks: a split leaves at least this many on either side
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
     flat_list: bool = False  # with long_tiles=False: the flat work list of work_list.py
@@ -58,7 +58,7 @@ class GpuKernelConfig:
     fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
-    narrow_rows: int = 0  # 8 or 16: no request has more rows, and narrow_sm90.py computes them; 0: unknown
+    narrow_rows: int = 0  # 8 or 16: narrow_sm90.py computes tiles of at most so many rows; with long_tiles=False all
     computing: int = 2  # warpgroups that compute, 2 or 3: each has 64 rows of a long tile, and all share a load of keys
     weights_first: bool = False  # long tiles: weights without a block's maximum (softmax_sm90.py); needs more registers
     pipelines: int = 1  # 2: each compute warpgroup has units, stages and a memory warpgroup of its own
@@ -77,6 +77,22 @@ class GpuKernelConfig:
     def has_long_tiles(self) -> bool:
         """Are there tiles of more rows than one warpgroup takes? Not in a pipeline, which has one that computes."""
         return self.long_tiles and self.pipelines == 1
+
+    @property
+    def has_short_tiles(self) -> bool:
+        """Are there tiles of one warpgroup's rows? Not where narrow ones are all but padding."""
+        return not self.narrow_rows or self.has_long_tiles
+
+    @property
+    def loads_queries(self) -> bool:
+        """Does each warpgroup that computes load its own queries? With one buffer for them. A memory warpgroup would
+        wait until all have released it; so one warpgroup's end of a piece and the next one's begin overlap."""
+        return self.q_buffers == 1
+
+    @property
+    def piece_boxes(self) -> int:
+        """Pieces of a pipeline whose numbers are in shared memory."""
+        return 2 if self.loads_queries else self.q_buffers
 
     @property
     def few_rows(self) -> int:
@@ -116,7 +132,27 @@ class GpuKernelConfig:
     @property
     def converts_tiles(self) -> bool:
         """Does a warpgroup convert tiles of the cache for wgmma (stored_tiles_sm90.py)? Narrow tiles need none."""
-        return self.quantised and not self.narrow_rows
+        return self.quantised and self.has_short_tiles
+
+    @property
+    def two_rings(self) -> bool:
+        """Do narrow tiles have stages of their own, as in the pool, in the memory of those that are converted?"""
+        return self.converts_tiles and self.narrow_rows > 0
+
+    @property
+    def narrow_stages(self) -> int:
+        """Blocks of keys and values of narrow tiles: 8 bits take half of the memory of 16."""
+        return 2 * self.stages if self.two_rings else self.stages
+
+    @property
+    def narrow_scales(self) -> int:
+        """The first row of token scales that is a narrow tile's: two rings share the memory of tiles, not of scales."""
+        return self.stages if self.two_rings else 0
+
+    @property
+    def scale_rows(self) -> int:
+        """Blocks whose token scales are in shared memory."""
+        return self.narrow_scales + self.narrow_stages
 
     @property
     def query_dtype(self) -> str:
@@ -198,5 +234,5 @@ class GpuKernelConfig:
             key = 2 * dims
         of_keys, of_values = self.stored_stages
         queries += self.block_kv * (of_keys * self.head_dim + of_values * self.v_head_dim)
-        key += TOKEN_SCALE_BYTES if self.token_scales else 0
-        return queries + self.stages * self.block_kv * key + SMEM_FIXED
+        scales = self.scale_rows * self.block_kv * TOKEN_SCALE_BYTES if self.token_scales else 0
+        return queries + self.stages * self.block_kv * key + scales + SMEM_FIXED

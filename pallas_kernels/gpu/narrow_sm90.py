@@ -20,7 +20,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.gather_sm90 import gather
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, stage_of, worker, zero_unseen_values
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, place_in_ring, queries_of, worker, zero_unseen_values
 from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, merge_if_last
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -116,28 +116,34 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
     values = dict(rows8=rows8, dim=cfg.v_head_dim, source=cfg.kv_dtype, target=cfg.value_dtype)
     values["parts"] = cfg.weight_parts
     kind = dict(rows8=rows8, dim=cfg.head_dim, dtype=cfg.dtype, decoded=cfg.quantised)
-    queries = warps.read_queries(refs.q_tile.at[piece.buffer, 0], **kind)
+    if cfg.loads_queries:
+        where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0], piece[wl.NROWS])
+        queries = warps.load_queries(refs.q, *where, group=cfg.group, heads=cfg.num_heads, **kind)
+    else:
+        queries = warps.read_queries(queries_of(cfg, refs, piece).at[0], **kind)
     column, scale = query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     mine = jnp.int32(0) if half is None else half * warps.KEYS
 
     def step(j, carry, masked):
-        slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
-        plgpu.barrier_wait(refs.k_full.at[slot])
+        slot = place_in_ring(cfg, refs, blocks_before + j, cfg.narrow_stages)
+        kv0 = first_key + j * cfg.block_kv
+        plgpu.barrier_wait(refs.k_narrow_full.at[slot])
         of_keys = of_values = None
         if cfg.token_scales:
-            of_keys, of_values = token_scales.load_per_key(refs.token_scale, slot, 0, cfg.block_kv, mine, warps.KEYS)
-        dots = warps.keys_times_queries(refs.k_tile.at[slot], queries, mine, **keys)
+            row = slot + cfg.narrow_scales
+            of_keys, of_values = token_scales.load_per_key(refs.token_scale, row, 0, cfg.block_kv, mine, warps.KEYS)
+        dots = warps.keys_times_queries(refs.k_narrow.at[slot], queries, mine, **keys)
         rows.end_reads()
-        plgpu.barrier_arrive(refs.k_free.at[slot])
+        plgpu.barrier_arrive(refs.k_narrow_free.at[slot])
         dots = token_scales.multiply_per_key(dots, of_keys, 0)
         x, factor = logits(cfg, column, dots, kv0 + mine, scale, masked)
-        plgpu.barrier_wait(refs.v_full.at[slot])
+        plgpu.barrier_wait(refs.v_narrow_full.at[slot])
         if masked:
-            zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0, half=half)
-        carry = warps.softmax_times_values(refs.v_tile.at[slot], x, factor, *carry, mine, of_values, **values)
+            zero_unseen_values(cfg, refs.v_narrow.at[slot], piece, kv0, half=half)
+        carry = warps.softmax_times_values(refs.v_narrow.at[slot], x, factor, *carry, mine, of_values, **values)
         rows.end_reads()
-        plgpu.barrier_arrive(refs.v_free.at[slot])
+        plgpu.barrier_arrive(refs.v_narrow_free.at[slot])
         return carry
 
     start = warps.start_state(rows8=rows8, dim=cfg.v_head_dim)
@@ -170,7 +176,7 @@ def merge_warps(cfg, refs: Refs, piece: Piece, state, wg, scratch, dtype: str, s
 def _merge_in_queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
     """Merges the states of the warps in the buffer of the queries, no longer used."""
     alone = cfg.pipelines == 2
-    scratch = (refs.q_tile.at[piece.buffer], refs.stats.at[refs.pipeline] if alone else refs.stats)
+    scratch = (queries_of(cfg, refs, piece), refs.stats.at[refs.pipeline] if alone else refs.stats)
 
     def sync():
         if alone:
@@ -180,6 +186,8 @@ def _merge_in_queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
 
     wg = jnp.int32(0) if alone else wg
     merge_warps(cfg, refs, piece, state, wg, scratch, cfg.dtype, sync, count=8 // cfg.pipelines)
+    if cfg.two_rings:
+        sync()  # the states are read: each warpgroup may load other queries there
     if cfg.merges_inside:
 
         @when(piece.is_part)

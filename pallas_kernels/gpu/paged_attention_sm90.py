@@ -12,7 +12,8 @@
                                                 take turns on the tensor cores (ping-pong)
             short_tile                          tiles_sm90.py: at most 64 rows; each warpgroup computes them over
                                                 every N-th key block, and the states are merged
-            narrow_tile                         narrow_sm90.py: at most 16 rows
+            narrow_tile                         narrow_sm90.py: at most 16 rows. Beside long tiles only over an 8-bit
+                                                cache, of which it needs no converted tiles
             blank_tile                          tiles_sm90.py: padding tokens, in a kernel without long tiles
         N is config.computing, 2 or 3
         with two pipelines, for many units of few rows or keys, there are no long tiles: warpgroups 0 and 1 each have a
@@ -43,11 +44,15 @@ from pallas_kernels.gpu.narrow_sm90 import narrow_tile
 from pallas_kernels.gpu.new_tokens_sm90 import bias_rows
 from pallas_kernels.gpu.paged_attention_sm80 import launch as launch_warps
 from pallas_kernels.gpu.pieces_sm90 import (
+    NARROW_FIELDS,
     Refs,
     convert_tiles,
+    count_blocks,
     count_pieces,
+    in_narrow_ring,
     load_pages,
     load_scales,
+    no_blocks,
     output_types,
     receive_piece,
     stored_tiles,
@@ -171,8 +176,11 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     counters = gmem[-5] if cfg.merges_inside else None
     gmem = (*gmem[:-5], *gmem[-4:]) if cfg.merges_inside else gmem
 
-    def roles(tiles, small, full, free, stored, queries, turn, compute_barrier):
+    def roles(tiles, small, full, free, stored, narrow, queries, turn, compute_barrier):
         (q_tile, *multiplied), rounded, from_pool, (*small, arrived) = *tiles, small
+        narrow_tiles, narrow = multiplied, narrow or (*full, *free)
+        if cfg.two_rings:
+            multiplied, narrow_tiles = zip(*multiplied, strict=True)
         if len(from_pool) < 2:  # what is not converted is multiplied as it is
             from_pool = (*multiplied, *from_pool)[:: 1 + len(from_pool)]
             stored = (*full, *free) if not stored else (full[0], stored[0], free[0], stored[1])
@@ -180,7 +188,9 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
         small = (*small, None)[:3]
         pools = with_scale_pools(cfg, gmem)
         (turn,) = turn or (None,)
-        refs = Refs(*pools, counters, arrived, *tiles, *small, *full, *free, *stored, *queries, turn, compute_barrier)
+        of_narrow = dict(zip(NARROW_FIELDS, (*narrow_tiles, *narrow), strict=True))
+        barriers = (*full, *free, *stored, *queries, turn, compute_barrier)
+        refs = Refs(*pools, counters, arrived, *tiles, *small, *barriers, **of_narrow)
         wg = lax.axis_index("wg")
         compute, load, *extra = registers(cfg)
 
@@ -204,22 +214,24 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
                 (convert_tiles if cfg.converts_tiles else load_scales)(cfg, refs)
 
     tile = rows.smem_tiles
-    block, stages, buffers = cfg.block_kv, cfg.stages, cfg.q_buffers * cfg.pipelines
+    block, stages = cfg.block_kv, cfg.stages
+    buffers, boxes = (count * cfg.pipelines for count in (cfg.q_buffers, cfg.piece_boxes))
     queries_dtype = cfg.dtype if cfg.compute_dtype else cfg.query_dtype
     dims, dtypes, shapes = (cfg.head_dim, cfg.v_head_dim), (cfg.kv_dtype,) * 2, None
     if cfg.converts_tiles:
         dtypes, shapes = zip(*((of.target, of.shape) for of in stored_tiles(cfg)), strict=True)
     shapes = shapes or tuple((block, dim) for dim in dims)
-    tiles = (
-        tile(queries_dtype, buffers, cfg.computing // cfg.pipelines, WARPGROUP_ROWS, cfg.head_dim),
-        *(tile(dtype, stages, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)),
-    )
+    multiplied = [tile(dtype, stages, *shape) for dtype, shape in zip(dtypes, shapes, strict=True)]
+    if cfg.two_rings:
+        as_stored = [tile(cfg.kv_dtype, cfg.narrow_stages, block, dim) for dim in dims]
+        multiplied = [plgpu.RefUnion(*pair) for pair in zip(multiplied, as_stored, strict=True)]
+    tiles = tile(queries_dtype, buffers, cfg.computing // cfg.pipelines, WARPGROUP_ROWS, cfg.head_dim), *multiplied
     rounded = (tile(cfg.compute_dtype, cfg.computing, WARPGROUP_ROWS, cfg.head_dim),) if cfg.compute_dtype else ()
     kept = [(count, dim) for count, dim in zip(cfg.stored_stages, dims, strict=True) if count]
     from_pool = tuple(tile(cfg.kv_dtype, count, block, dim) for count, dim in kept)
     stats = (512,) if cfg.pipelines == 1 else (cfg.pipelines, 256)
-    small = [plgpu.SMEM(stats, jnp.float32), plgpu.SMEM((buffers, wl.INFO_COLUMNS), jnp.int32)]
-    small += [plgpu.SMEM((stages, 2 * block), jnp.float32)] if cfg.token_scales else []
+    small = [plgpu.SMEM(stats, jnp.float32), plgpu.SMEM((boxes, wl.INFO_COLUMNS), jnp.int32)]
+    small += [plgpu.SMEM((cfg.scale_rows, 2 * block), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((cfg.pipelines, 4), jnp.int32)]
     copies, scaled = block // cfg.copied_keys, cfg.token_scales and not cfg.converts_tiles
     converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]
@@ -228,10 +240,14 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     readers = cfg.computing // cfg.pipelines  # of a stage or a buffer
     free = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages),) * 2
     stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (copies, 1) for count, _ in kept)
-    queries = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=buffers) for n in (1, readers))
+    narrow = ()
+    if cfg.two_rings:  # full: the copies, and the converting warpgroup, which follows the narrow tiles
+        arrivals = (copies + 1,) * 2 + (readers,) * 2
+        narrow = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=cfg.narrow_stages) for n in arrivals)
+    queries = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=boxes) for n in (1, readers))
     turn = (plgpu.Barrier(num_arrivals=1, num_barriers=3),) if cfg.computing == 3 else ()
     compute_barrier = plgpu.Barrier(num_arrivals=cfg.computing)
-    scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, queries, turn, compute_barrier
+    scratch = (tiles, rounded, from_pool), tuple(small), full, free, stored, narrow, queries, turn, compute_barrier
     pl.run_scoped(roles, *scratch, collective_axes="wg")
 
 
@@ -248,19 +264,26 @@ def registers(cfg: GpuKernelConfig) -> tuple[int, ...]:
 
 
 def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
-    """A compute warpgroup: the CTA's pieces in order. blocks_before: the number of key blocks of all earlier pieces."""
+    """A compute warpgroup: the CTA's pieces in order.
+
+    before: the number of key blocks of all earlier pieces; with two rings, of those in wgmma's and in the narrow ring.
+    """
     if cfg.computing == 3:
         when(wg == 2)(lambda: plgpu.barrier_arrive(refs.turn.at[0]))  # warpgroup 0 has the first turn
 
-    def piece_body(j, blocks_before):
+    def piece_body(j, before):
         piece = receive_piece(cfg, refs, j)
-        few = piece[wl.NROWS] <= (cfg.narrow_rows or wl.SHORT_ROWS)
-        few_rows = narrow_tile if cfg.narrow_rows else short_tile
-        many_rows = long_tile if cfg.has_long_tiles else blank_tile  # without long tiles only padding has many rows
-        when(few)(lambda: few_rows(cfg, refs, piece, wg, blocks_before))
-        when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, blocks_before))
-        count = piece.count  # read before the arrival: the memory warpgroup then overwrites the piece's numbers
-        plgpu.barrier_arrive(refs.q_free.at[piece.buffer])
-        return blocks_before + count
+        few = piece[wl.NROWS] <= (wl.SHORT_ROWS if cfg.two_rings else cfg.narrow_rows or wl.SHORT_ROWS)
+        is_short, many_rows = few, long_tile if cfg.has_long_tiles else blank_tile  # else only padding has many rows
+        if cfg.narrow_rows:
+            is_narrow = in_narrow_ring(cfg, piece) if cfg.two_rings else few
+            is_short = few & jnp.logical_not(is_narrow)
+            when(is_narrow)(lambda: narrow_tile(cfg, refs, piece, wg, before[-1]))
+        if cfg.has_short_tiles:
+            when(is_short)(lambda: short_tile(cfg, refs, piece, wg, before[0]))
+        when(jnp.logical_not(few))(lambda: many_rows(cfg, refs, piece, wg, before[0]))
+        after = count_blocks(cfg, piece, before)  # read before the arrival: the memory warpgroup then overwrites it
+        plgpu.barrier_arrive(refs.q_free.at[piece.box])
+        return after
 
-    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), piece_body, jnp.int32(0))
+    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), piece_body, no_blocks(cfg))

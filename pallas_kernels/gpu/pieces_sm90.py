@@ -1,6 +1,7 @@
 """The pieces of one CTA, and the memory warpgroup, which fetches their queries, keys and values ahead of use."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -48,8 +49,8 @@ class Refs:
     k_stored: object = None  # SMEM [stored_stages, block_kv, D]: as in the pool; k_tile itself if it is not converted
     v_stored: object = None  # SMEM [stored_stages, block_kv, V]
     stats: object = None  # SMEM f32[512], or [2, 256] for two pipelines: maxima and sums on their way to a merge
-    piece_box: object = None  # SMEM i32[buffers of queries, 16]: the numbers of the piece in each, see Piece
-    token_scale: object = None  # SMEM f32[stages, 2 block_kv]: scales of keys, then of values
+    piece_box: object = None  # SMEM i32[boxes, 16]: the numbers of the pieces that are begun, see Piece
+    token_scale: object = None  # SMEM f32[scale_rows, 2 block_kv]: scales of keys, then of values
     k_full: object = None  # barriers [stages] of k_tile
     v_full: object = None
     k_free: object = None  # barriers [stages]; one arrival of each compute warpgroup that reads the stage
@@ -58,13 +59,23 @@ class Refs:
     v_stored_full: object = None
     k_stored_free: object = None  # barriers of k_stored; one arrival, or those of k_free
     v_stored_free: object = None
-    q_full: object = None  # barriers, one for each buffer of queries
+    q_full: object = None  # barriers, one for each box: its piece's numbers are there, and the queries unless loads_queries
     q_free: object = None
     turn: object = None  # barriers, one for each of three compute warpgroups: its turn on the tensor cores; None: two
     compute_barrier: object = None  # of all compute warpgroups: exchange of states, and turns of two
     decoded: object = None  # SMEM [block_kv, D]: the warp-level kernel's keys or values of 8 bits, decoded
     pool_rows: object = None  # SMEM i32[2 or more, block_kv]: rows in the pools of the warp-level kernel's next keys
     pipeline: object = 0  # which pipeline of the CTA this warpgroup belongs to
+    k_narrow: object = None  # SMEM [narrow_stages, block_kv, D]: k_tile itself, or with two rings the same memory
+    v_narrow: object = None
+    k_narrow_full: object = None  # barriers of k_narrow: those of k_tile, or with two rings its own, one arrival a page
+    v_narrow_full: object = None  # and one of the converting warpgroup
+    k_narrow_free: object = None
+    v_narrow_free: object = None
+
+
+NARROW_FIELDS = ("k_narrow", "v_narrow", "k_narrow_full", "v_narrow_full", "k_narrow_free", "v_narrow_free")
+"""Of Refs: the ring of narrow tiles."""
 
 
 def output_types(cfg: GpuKernelConfig, num_tokens: int, slots: int) -> list[jax.ShapeDtypeStruct]:
@@ -90,7 +101,7 @@ class Piece:
     """Key blocks lo .. hi - 1 of a unit (tile, kv head); piece[column] is an i32 scalar of info or piece_box."""
 
     column: object  # function: column number -> its value. Read at each use, which saves registers in the loop
-    buffer: object  # which query buffer holds its rows
+    box: object  # which of piece_box holds its numbers
 
     def __getitem__(self, number):
         return self.column(number)
@@ -128,9 +139,37 @@ def stage_of(cfg: GpuKernelConfig, refs: Refs, block_number):
     return place_in_ring(cfg, refs, block_number, cfg.stages)
 
 
-def _query_buffer(cfg, refs, j):
-    """The buffer of the queries of this pipeline's piece j."""
-    return place_in_ring(cfg, refs, j, cfg.q_buffers * cfg.pipelines)
+def _box_of(cfg, refs, j):
+    """The box of this pipeline's piece j."""
+    return place_in_ring(cfg, refs, j, cfg.piece_boxes * cfg.pipelines)
+
+
+def queries_of(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
+    """SMEM [computing, 64, D]: the buffer of the piece's queries."""
+    return refs.q_tile.at[refs.pipeline if cfg.loads_queries else piece.box]
+
+
+def in_narrow_ring(cfg: GpuKernelConfig, piece: Piece):
+    """With two rings: are the piece's keys and values in the ring of narrow tiles?
+
+    The two rings share their memory. So the first keys of a narrow piece are asked for when all earlier pieces are
+    released, if the one before was not narrow, too; and the first tile after a narrow piece is converted when all
+    blocks of the narrow ring are free.
+    """
+    return piece[wl.NROWS] <= cfg.narrow_rows
+
+
+def no_blocks(cfg: GpuKernelConfig) -> tuple:
+    """Before the first piece: see count_blocks."""
+    return (jnp.int32(0),) * (2 if cfg.two_rings else 1)
+
+
+def count_blocks(cfg: GpuKernelConfig, piece: Piece, before: tuple) -> tuple:
+    """Key blocks up to the piece's end, given those before it: of each ring, wgmma's first, if there are two."""
+    if not cfg.two_rings:
+        return (before[0] + piece.count,)
+    narrow = jnp.where(in_narrow_ring(cfg, piece), piece.count, 0)
+    return before[0] + piece.count - narrow, before[1] + narrow
 
 
 def count_pieces(cta, me):
@@ -150,47 +189,58 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     info = [refs.info[tile, i] for i in range(HEAD)]
     lo = jnp.where(unit == u0, b0, 0)
     hi = jnp.where(unit == u1, b1, info[wl.NBLK])
-    return Piece((*info, head, lo, hi).__getitem__, _query_buffer(cfg, refs, j))
+    return Piece((*info, head, lo, hi).__getitem__, _box_of(cfg, refs, j))
 
 
-def begin_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j):
-    """Memory warpgroup: the numbers of piece j into its buffer; begins to copy its query rows."""
-    buffer = piece.buffer
+def send_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j, released):
+    """Memory warpgroup: hands over piece j, with its queries unless loads_queries. Gives how many pieces are released.
 
-    @when(j >= cfg.q_buffers)
-    def _():
-        plgpu.barrier_wait(refs.q_free.at[buffer])
-
-    put_numbers(refs.piece_box.at[buffer], [jnp.asarray(piece[column], jnp.int32) for column in range(HI + 1)])
-    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
-    kind |= dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
-
-    def load_row_group(n, skipped):
-        """64 rows of the tile, those after `skipped`: warpgroup n's queries."""
-        where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + skipped, piece[wl.NROWS] - skipped)
-        rows.load_rows(refs.q, refs.q_tile.at[buffer, n], *where, **kind)
-
-    load_row_group(0, 0)
-    for n in range(1, refs.q_tile.shape[1]):
-        is_long, skipped = piece[wl.NROWS] > WARPGROUP_ROWS, n * WARPGROUP_ROWS
-        if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
-            load_row_group(n, jnp.where(is_long, skipped, 0))
-        else:
-            when(is_long)(lambda n=n, skipped=skipped: load_row_group(n, skipped))
-
-
-def send_piece(refs: Refs, piece: Piece):
-    """Memory warpgroup: waits for the query rows, and hands the piece over."""
-    rows.await_rows()
+    released: of how many pieces it has waited until the warpgroups that compute have released them.
+    """
+    box, boxes = piece.box, cfg.piece_boxes
+    if cfg.loads_queries:
+        released = await_released(cfg, refs, released, j - boxes + 1)
+    else:
+        when(j >= boxes)(lambda: plgpu.barrier_wait(refs.q_free.at[box]))
+    put_numbers(refs.piece_box.at[box], [jnp.asarray(piece[column], jnp.int32) for column in range(HI + 1)])
+    if not cfg.loads_queries:
+        few = dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers
+        load_queries(cfg, refs, piece, refs.q_tile.at[box, 0], 0, **few)
+        for n in range(1, refs.q_tile.shape[1]):
+            is_long, skipped = piece[wl.NROWS] > WARPGROUP_ROWS, n * WARPGROUP_ROWS
+            if cfg.converts_queries:  # in place: of a short tile, each warpgroup has a copy
+                load_queries(cfg, refs, piece, refs.q_tile.at[box, n], jnp.where(is_long, skipped, 0), **few)
+            else:
+                load = functools.partial(load_queries, cfg, refs, piece, refs.q_tile.at[box, n], skipped, **few)
+                when(is_long)(load)
+        rows.await_rows()
     plgpu.commit_smem()
-    plgpu.barrier_arrive(refs.q_full.at[piece.buffer])
+    plgpu.barrier_arrive(refs.q_full.at[box])
+    return released
+
+
+def await_released(cfg: GpuKernelConfig, refs: Refs, released, count):
+    """Waits until `count` pieces are released; it knows of the first `released`. Gives the number that it knows of."""
+
+    def wait(n, _):
+        plgpu.barrier_wait(refs.q_free.at[_box_of(cfg, refs, n)])
+
+    lax.fori_loop(released, count, wait, None)
+    return jnp.maximum(released, count)
+
+
+def load_queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, tile, skipped, **how):
+    """Begins to copy 64 rows of the piece, those after `skipped`, to an SMEM tile [64, D]: see rows.load_rows."""
+    where = (piece[wl.TOK0], piece[HEAD] * cfg.group, piece[wl.ROW0] + skipped, piece[wl.NROWS] - skipped)
+    kind = dict(group=cfg.group, heads=cfg.num_heads, dim=cfg.head_dim, dtype=cfg.dtype)
+    rows.load_rows(refs.q, tile, *where, **kind, **how)
 
 
 def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
-    """Compute warpgroups: waits until piece j is in its buffer."""
-    buffer = _query_buffer(cfg, refs, j)
-    plgpu.barrier_wait(refs.q_full.at[buffer])
-    return Piece(lambda column: refs.piece_box[buffer, column], buffer)
+    """Compute warpgroups: waits until piece j is in its box."""
+    box = _box_of(cfg, refs, j)
+    plgpu.barrier_wait(refs.q_full.at[box])
+    return Piece(lambda column: refs.piece_box[box, column], box)
 
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
@@ -202,12 +252,13 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
         span = pl.ds(offset, width) if width < page else slice(None)
         return pool.at[page_id, head, span] if cfg.layout == "HND" else pool.at[page_id, span, head]
 
-    def load_piece(j, block_number):
+    def load_piece(j, carry):
+        before, released, after_narrow = carry
         piece = piece_from_list(cfg, refs, j)
-        if cfg.q_buffers > 1 or not cfg.keys_first:
-            begin_piece(cfg, refs, piece, j)
-        if not cfg.keys_first:
-            send_piece(refs, piece)
+        released = send_piece(cfg, refs, piece, j, released)
+        narrow = in_narrow_ring(cfg, piece) if cfg.two_rings else after_narrow
+        if cfg.two_rings:
+            released = await_released(cfg, refs, released, jnp.where(narrow & ~after_narrow, j, 0))
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
         blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
@@ -221,7 +272,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             return tuple(refs.block_table[req, jnp.clip(column(i, p), first, last)] for p in range(copies))
 
         def load_block(i, carry):
-            block_number, pages = carry
+            before, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
 
             def offset(p):
@@ -229,7 +280,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     return 0
                 return pl.multiple_of(lax.rem((blk0 + i) * block + p * width, jnp.int32(page)), 8)
 
-            def fill(pool, tile, full, free):
+            def fill(pool, tile, full, free, block_number=before[0]):
                 slot = place_in_ring(cfg, refs, block_number, tile.shape[0])
 
                 @when(block_number >= tile.shape[0] // cfg.pipelines)
@@ -240,21 +291,25 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     target = tile.at[slot, pl.ds(p * width, width)]
                     plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset(p)), target, full.at[slot])
 
-            fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
-            fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
-            return block_number + 1, next_pages
+            def fill_stored():
+                fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
+                fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
 
-        carry = (block_number, page_ids(0))
-        if not cfg.keys_first:
-            return lax.fori_loop(0, piece.count, load_block, carry)[0]
-        early = jnp.minimum(piece.count, 1)
-        carry = lax.fori_loop(0, early, load_block, carry)
-        if cfg.q_buffers == 1:
-            begin_piece(cfg, refs, piece, j)
-        send_piece(refs, piece)
-        return lax.fori_loop(early, piece.count, load_block, carry)[0]
+            def fill_narrow():
+                fill(refs.k, refs.k_narrow, refs.k_narrow_full, refs.k_narrow_free, before[1])
+                fill(refs.v, refs.v_narrow, refs.v_narrow_full, refs.v_narrow_free, before[1])
 
-    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), load_piece, jnp.int32(0))
+            if not cfg.two_rings:
+                fill_stored()
+                return (before[0] + 1,), next_pages
+            lax.cond(narrow, fill_narrow, fill_stored)
+            return (before[0] + 1 - as_number(narrow), before[1] + as_number(narrow)), next_pages
+
+        before, _ = lax.fori_loop(0, piece.count, load_block, (before, page_ids(0)))
+        return before, released, narrow
+
+    start = (no_blocks(cfg), jnp.int32(0), jnp.bool_(True)) if cfg.two_rings else (no_blocks(cfg), jnp.int32(0), None)
+    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), load_piece, start)
 
 
 def load_scales(cfg: GpuKernelConfig, refs: Refs):
@@ -304,7 +359,8 @@ def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
 def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
     """The converting warpgroup: tiles as in the pool -> tiles that are multiplied, and the scales of tokens.
 
-    Values that no row may see become 0.
+    Values that no row may see become 0. With two rings it also follows the blocks of narrow tiles, to know when the
+    memory of both is free, and brings their scales.
     """
     of_keys, of_values = stored_tiles(cfg)
 
@@ -318,7 +374,18 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
         plgpu.barrier_arrive(stored_barriers[1].at[slot])
         plgpu.barrier_arrive(barriers[0].at[to])
 
-    def convert_piece(j, blocks_before):
+    def await_narrow(begin, end):
+        """Waits until blocks begin .. end - 1 of the narrow ring are free."""
+
+        def wait(n, _):
+            slot = lax.rem(n, jnp.int32(cfg.narrow_stages))
+            plgpu.barrier_wait(refs.k_narrow_free.at[slot])
+            plgpu.barrier_wait(refs.v_narrow_free.at[slot])
+
+        lax.fori_loop(begin, end, wait, None)
+
+    def convert_piece(j, carry):
+        before, freed = carry if cfg.two_rings else (carry, None)
         piece = piece_from_list(cfg, refs, j)  # not from its buffer: it may convert before the queries have one
         first_key, head, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[HEAD], piece[wl.REQ]
         kind = dict(block=cfg.block_kv, page=cfg.page_size)
@@ -333,6 +400,25 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             pools = refs.k_token_scale, refs.v_token_scale
             return [token_scales.load_block(pool, ids, head, *where, **kind, **order) for pool in pools]
 
+        def follow(i, carry):
+            """A block of a narrow tile."""
+            freed, *rest = carry
+            n = before[1] + i
+            slot = lax.rem(n, jnp.int32(cfg.narrow_stages))
+            end = jnp.maximum(n - cfg.narrow_stages + 1, freed)
+            await_narrow(freed, end)
+            ahead = ()
+            if cfg.token_scales:
+                scales, ids = rest
+                ahead = (scales_of(i + 1, ids), ids_of(i + 2))
+                row = refs.token_scale.at[cfg.narrow_scales + slot]
+                for first, scale in zip((0, cfg.block_kv), scales, strict=True):
+                    token_scales.put_block(row, scale, first, block=cfg.block_kv)
+                plgpu.commit_smem()
+            plgpu.barrier_arrive(refs.k_narrow_full.at[slot])
+            plgpu.barrier_arrive(refs.v_narrow_full.at[slot])
+            return end, *ahead
+
         def put_scale(scale, first):
             def put(_, slot):
                 token_scales.put_block(refs.token_scale.at[slot], scale, first, block=cfg.block_kv)
@@ -340,7 +426,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             return put
 
         def step(i, carry):
-            n, kv0, put_keys, put_values = blocks_before + i, first_key + i * cfg.block_kv, lambda *_: None, None
+            n, kv0, put_keys, put_values = before[0] + i, first_key + i * cfg.block_kv, lambda *_: None, None
             ahead = ()
             if cfg.token_scales:
                 scales, ids = carry
@@ -359,12 +445,19 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, before_values)
             return ahead
 
-        count = piece.count
         start = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
-        lax.fori_loop(0, count, step, start)
-        return blocks_before + count
+        if not cfg.two_rings:
+            lax.fori_loop(0, piece.count, step, start)
+            return count_blocks(cfg, piece, before)
+        narrow = in_narrow_ring(cfg, piece)
+        freed, *_ = lax.fori_loop(0, jnp.where(narrow, piece.count, 0), follow, (freed, *start))
+        end = jnp.where(narrow, freed, before[1])
+        await_narrow(freed, end)
+        lax.fori_loop(0, jnp.where(narrow, 0, piece.count), step, start)
+        return count_blocks(cfg, piece, before), end
 
-    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), convert_piece, jnp.int32(0))
+    start = (no_blocks(cfg), jnp.int32(0)) if cfg.two_rings else no_blocks(cfg)
+    lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), convert_piece, start)
 
 
 def zero_unseen_values(cfg: GpuKernelConfig, tile, piece: Piece, kv0, half=None):

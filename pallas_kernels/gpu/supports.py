@@ -26,7 +26,10 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(narrow not in (0, 8, 16), f"narrow_rows {narrow}: wanted 0, 8 or 16")
     block = 128 // max(c.pipelines, 1)
     refuse(bool(narrow) and c.block_kv != block, f"narrow_rows {narrow}: block_kv is {c.block_kv}, wanted {block}")
-    refuse(bool(narrow) and c.long_tiles, f"narrow_rows {narrow}: wanted long_tiles=False")
+    if narrow and c.has_long_tiles:
+        refuse(not c.quantised, f"narrow_rows {narrow} beside long tiles with a {c.kv_dtype} cache: wanted 8 bits")
+        refuse(c.q_buffers != 1, f"narrow_rows {narrow} beside long tiles with {c.q_buffers} q_buffers: wanted 1")
+        refuse(c.computing != 2, f"narrow_rows {narrow} with three warpgroups that compute: wanted two")
     refuse(c.pipelines not in (1, 2), f"pipelines {c.pipelines}: wanted 1 or 2")
     refuse(c.computing not in (2, 3), f"computing {c.computing}: wanted 2 or 3")
     if c.computing == 3:

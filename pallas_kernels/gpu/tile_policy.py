@@ -23,6 +23,10 @@ in bfloat16 32.9 and 37.7, long ones up to 1 % less."""
 NARROW_ROWS_16BIT, NARROW_ROWS_8BIT = 8, 16
 """Requests of at most so many rows have narrow tiles. Of 16 rows in 16 bits they take 2 % longer than wgmma's."""
 
+UNIT_COST_CONVERTED = 22
+"""What a unit costs besides its blocks (GpuKernelConfig.unit_cost) where tiles are converted: of 8 heads on
+one kv head, 32 decodes and two prompts over float8 take 113, with 11 134."""
+
 UNITS_PER_CTA = 3
 """From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of
 one unit and the loads of another overlap: on an H100 64 and 512 requests of 50 to 800 keys take 49 and 322 instead of
@@ -60,6 +64,10 @@ THREE_COMPUTE_DIM, FEW_REQUESTS, UNITS_OF_THREE = 64, 8, 4
 4096 tokens takes 280 instead of 311. Over an 8-bit cache, whose tiles are converted for more rows at a time, a prompt
 of 8192 takes 909 instead of 984; but a chunk of 512 tokens takes 473 instead of 436, and a batch with 32 decodes 548
 instead of 499. So there are few requests, and UNITS_OF_THREE units for each CTA."""
+
+
+CHUNK_KEYS = 16
+"""Keys for each new token of a chunk: see softmax_of_long_tiles."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,20 +112,6 @@ def make_config(**fields) -> GpuKernelConfig:
     return config
 
 
-def query_buffers(request: TileRequest) -> dict[str, Any]:
-    """Two pieces' queries in shared memory, or one where a head is too wide for two or for blocks of 128 beside two."""
-    config = request.config
-    if config.head_dim > 192:
-        return {"q_buffers": 1}
-    if config.quantised:  # decoded blocks of 128 keys leave shared memory for one
-        decodes = config.head_dim > 64 and config.compute_dtype is None and not _narrow_rows(request)
-        return {"q_buffers": 1} if decodes else {}
-    if _stages_that_fit(config, 128, most=2) == 2:
-        return {}
-    one = dataclasses.replace(config, q_buffers=1)
-    return {"q_buffers": 1} if _stages_that_fit(one, 128, most=2) == 2 else {}
-
-
 def _is_few(request: TileRequest) -> bool:
     """True if no tile has more rows than one warpgroup takes."""
     return request.rows is not None and request.rows <= WARPGROUP_ROWS
@@ -139,7 +133,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     few, keys = _is_few(request), _most_keys(request)
     chosen: dict[str, Any] = {"long_tiles": not few}
     if narrow_rows := _narrow_rows(request):
-        narrow = _with(request, long_tiles=False, narrow_rows=narrow_rows, block_kv=128)
+        narrow = _with(request, long_tiles=False, narrow_rows=narrow_rows, block_kv=128, q_buffers=1)
         few_units = not config.quantised and 0 < _units(request) < config.num_ctas  # then one stage is enough
         stages = _stages_that_fit(narrow, 128, most=4)
         if stages >= (1 if few_units else 2) and not supports(_with(request, narrow, stages=stages)):
@@ -170,12 +164,40 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
     if not useful:
         return {}
     narrow = _narrow_rows(request)
-    two = _with(request, pipelines=2, block_kv=64, narrow_rows=narrow)
+    buffers = 1 if config.head_dim > 192 else 2
+    two = _with(request, pipelines=2, block_kv=64, narrow_rows=narrow, q_buffers=buffers)
     stages = _stages_that_fit(two, 64, most=2 * PIPELINE_STAGES) // 2 * 2
     if supports(_with(request, two, stages=stages)):
         return {}
-    chosen: dict[str, Any] = dict(pipelines=2, block_kv=64, stages=stages, narrow_rows=narrow)
+    chosen: dict[str, Any] = dict(pipelines=2, block_kv=64, stages=stages, narrow_rows=narrow, q_buffers=buffers)
     return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS}
+
+
+def query_buffers(request: TileRequest) -> dict[str, Any]:
+    """Two pieces' queries in shared memory, or one, which the warpgroups that compute load themselves.
+
+    Two where a CTA has many pieces: pre_1x8k takes 786, with one 821. One where queries are few, so that keys are asked
+    for at once (8 decodes of 600 keys take 8.8 instead of 9.6, 16 of 4096 over float8 37.6 instead of 40.4), and where
+    a head is too wide for two or for blocks of 128 beside two.
+    """
+    config = request.config
+    if config.head_dim > 192 or (config.narrow_rows and config.pipelines == 1) or _has_few_units(request):
+        return {"q_buffers": 1}
+    if config.quantised:  # decoded blocks of 128 keys leave shared memory for one
+        return {"q_buffers": 1} if config.compute_dtype is None and config.converts_tiles else {}
+    if _stages_that_fit(config, 128, most=2) == 2:
+        return {}
+    one = dataclasses.replace(config, q_buffers=1)
+    return {"q_buffers": 1} if _stages_that_fit(one, 128, most=2) == 2 else {}
+
+
+def _has_few_units(request: TileRequest) -> bool:
+    """At most one unit for each CTA, of so few keys that it is not cut?"""
+    config, keys = request.config, _most_keys(request)
+    if request.rows is None or not request.requests or keys is None or keys > WHOLE_KEYS_OF_MANY_ROWS:
+        return False
+    tiles = -(-request.rows // config.tile_rows)
+    return request.requests * tiles * config.num_kv_heads <= config.workers
 
 
 def _can_be_counted(request: TileRequest, keys: int, block: int, workers: int) -> bool:
@@ -221,12 +243,23 @@ def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
 def softmax_of_long_tiles(request: TileRequest) -> dict[str, Any]:
     """weights_first where registers allow it and units have many blocks: in a unit's first block the weights are
     computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 take 60.2 instead of 58.4. Not where logits
-    rise with the key's position: steep heads of ALiBi would compute every block twice, 1223 instead of 934.
+    rise with the key's position: steep heads of ALiBi would compute every block twice, 1223 instead of 934. Over an
+    8-bit cache a prompt of heads of 64 takes 344 instead of 376, and a chunk of 512 over 32768 keys 422 instead of 438,
+    but ragged prompts of heads of 128 600 instead of 566.
     """
     config = request.config
-    fits = config.v_head_dim <= 128 and not config.quantised
+    fits = config.v_head_dim <= 128 and not config.token_scales and config.compute_dtype is None
+    if config.quantised:
+        fits = fits and (config.computing == 3 and config.head_dim <= 64 or _is_chunk(request))
     usual = fits and not config.logits_rise and not (FIXED_MAX and config.can_fix_max)
     return {"weights_first": usual and _has_long_units(request)}
+
+
+def _is_chunk(request: TileRequest) -> bool:
+    """Few requests whose keys are many times their new tokens: nearly every row sees nearly every block whole?"""
+    if request.rows is None or request.keys is None or not 0 < request.requests <= FEW_REQUESTS:
+        return False
+    return request.config.computing == 2 and request.keys * request.config.group >= CHUNK_KEYS * request.rows
 
 
 def three_compute_warpgroups(request: TileRequest) -> dict[str, Any]:
@@ -254,21 +287,12 @@ def _has_long_units(request: TileRequest) -> bool:
     return request.config.has_long_tiles and (keys is None or keys > WHOLE_KEYS_OF_MANY_ROWS)
 
 
-def order_of_loads(request: TileRequest) -> dict[str, Any]:
-    """Keys before queries where these have one buffer: heads of 256 with a soft cap take 217.9 instead of 225.8. With
-    two buffers it is slower: 512 tiny decodes of heads of 64 take 217 instead of 207.
-    """
-    config = request.config
-    wide = config.head_dim > 192 and config.long_tiles and not config.quantised
-    return {"keys_first": wide or (config.converts_tiles and config.q_buffers == 1)}
-
-
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
     """block_kv and stages as measured by `python -m jattn bench --tune`; {} for a shape that is not in the table."""
     c = request.config
     if c.token_scales or c.compute_dtype is not None:  # not measured
         return {}
-    kind = "narrow" if c.narrow_rows else "few" if _is_few(request) else "long"
+    kind = "narrow" if not c.has_short_tiles else "few" if _is_few(request) else "long"
     return measured_table(request.card).get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
 
 
@@ -279,11 +303,29 @@ def largest_tiles(request: TileRequest) -> dict[str, Any]:
     """
     config = request.config
     blocks, most = (128, 64), 3
-    if config.narrow_rows:
+    if not config.has_short_tiles:
         blocks, most = (128,), 4
     stages = {block: _stages_that_fit(config, block, most) for block in blocks}
     block = next((block for block in blocks if stages[block] >= 2), blocks[-1])
     return {"block_kv": block, "stages": max(stages[block], 1)}  # where not even one fits, supports.py refuses
+
+
+def narrow_beside_long(request: TileRequest) -> dict[str, Any]:
+    """Narrow tiles for the decodes of a mixed batch over an 8-bit cache, which then need no converted tiles."""
+    config = request.config
+    if not (NARROW_TILES and config.converts_tiles and config.has_long_tiles) or config.narrow_rows:
+        return {}
+    rows = 8 if config.group <= 8 else 16  # of a request of one token
+    beside = dataclasses.replace(config, narrow_rows=rows)
+    fits = config.group <= rows and config.head_dim <= 128 and config.compute_dtype is None
+    return {"narrow_rows": rows} if fits and not supports(beside) else {}
+
+
+def cost_of_units(request: TileRequest) -> dict[str, Any]:
+    """What the ranked list counts for a unit besides its blocks: see UNIT_COST_CONVERTED."""
+    config = request.config
+    converts = config.converts_tiles and config.has_long_tiles and config.compute_dtype is None
+    return {"unit_cost": UNIT_COST_CONVERTED} if converts else {}
 
 
 def soft_cap(request: TileRequest) -> dict[str, Any]:
@@ -297,15 +339,16 @@ def soft_cap(request: TileRequest) -> dict[str, Any]:
 
 
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
-    query_buffers,
     variants_for_few_rows,
     two_pipelines,
+    query_buffers,
     units_of_few_keys,
-    softmax_of_long_tiles,
     three_compute_warpgroups,
-    order_of_loads,
+    softmax_of_long_tiles,
     measured_tiles,
     largest_tiles,
+    narrow_beside_long,
+    cost_of_units,
     soft_cap,
 )
 

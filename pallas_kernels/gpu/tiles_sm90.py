@@ -18,7 +18,16 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.merge_few_sm90 import merge_few_rows, steps_of
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, stage_of, worker, zero_unseen_values
+from pallas_kernels.gpu.pieces_sm90 import (
+    HEAD,
+    Piece,
+    Refs,
+    load_queries,
+    queries_of,
+    stage_of,
+    worker,
+    zero_unseen_values,
+)
 from pallas_kernels.gpu.row_states_sm90 import (
     LOG2E,
     ROW_LAYOUT,
@@ -255,9 +264,17 @@ def _add_weighted_values(cfg, acc, weights, v_tile, after=lambda: None):
     return pl.run_state(body)(plgpu.ACC.init(acc))
 
 
-def _queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, stage):
-    """(the SMEM tile of this warpgroup's queries, the logit scale: f32, or f32 (64,) by row)."""
+def _queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, stage, skipped):
+    """(the SMEM tile of this warpgroup's queries, the logit scale: f32, or f32 (64,) by row).
+
+    stage: SMEM [64, D], where the queries are or come to: 64 rows of the piece, those after `skipped`.
+    """
     scale = refs.scales[piece[HEAD], 0]
+    if cfg.loads_queries:
+        rows.sync_warpgroup()  # the rows of the piece before are stored
+        load_queries(cfg, refs, piece, stage, skipped)
+        rows.await_rows()
+        plgpu.commit_smem()
     if not cfg.converts_queries:
         return stage, scale
     tile = stage if refs.q_rounded is None else refs.q_rounded.at[wg]
@@ -289,8 +306,8 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     n + 1 turns, also without rows of its own or with n = 0; so after every piece the next turn is warpgroup 0's.
     """
     row = row_bounds(cfg, refs, piece, 64 * wg)
-    stage = refs.q_tile.at[piece.buffer, wg]
-    q_tile, scale = _queries(cfg, refs, piece, wg, stage)
+    stage = queries_of(cfg, refs, piece).at[wg]
+    q_tile, scale = _queries(cfg, refs, piece, wg, stage, WARPGROUP_ROWS * wg)
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
     slot_of = lambda j: stage_of(cfg, refs, blocks_before + j)
@@ -376,7 +393,8 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
     """At most 64 rows: each of N warpgroups computes all rows over every N-th key block; a pipeline, all blocks."""
     alone = cfg.pipelines == 2
     row = row_bounds(cfg, refs, piece, jnp.int32(0))
-    q_tile, scale = _queries(cfg, refs, piece, wg, refs.q_tile.at[piece.buffer, wg if cfg.converts_queries else 0])
+    own = (cfg.converts_queries or cfg.loads_queries) and not alone
+    q_tile, scale = _queries(cfg, refs, piece, wg, queries_of(cfg, refs, piece).at[wg if own else 0], 0)
     first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
 
@@ -401,7 +419,7 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
 
     if alone:
         state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
-        finish(cfg, refs, piece, _completed(state), jnp.int32(0), refs.q_tile.at[piece.buffer, 0])
+        finish(cfg, refs, piece, _completed(state), jnp.int32(0), queries_of(cfg, refs, piece).at[0])
         return
     for j in range(cfg.computing - 1):
         when((wg > j) & (n > j))(lambda j=j: skip_block(cfg, refs, blocks_before + j))
@@ -417,7 +435,7 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
         plgpu.barrier_arrive(refs.compute_barrier)
         plgpu.barrier_wait(refs.compute_barrier)
 
-    scratch = (refs.q_tile.at[piece.buffer], refs.stats)  # the queries are no longer used
+    scratch = (queries_of(cfg, refs, piece), refs.stats)  # the queries are no longer used
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
     sync_warpgroups()
 
@@ -429,7 +447,7 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
                 if turn == other:
                     rows.put_fragment(*scratch, *state, **kind)
                 sync_warpgroups()
-                if turn + 1 < cfg.computing:
+                if turn + 1 < cfg.computing or cfg.loads_queries:
                     sync_warpgroups()  # warpgroup 0 has read it
 
     @when(wg == 0)
@@ -442,6 +460,6 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
             a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
             acc = acc * across_columns(a, acc.shape) + acc1 * across_columns(a1, acc.shape)
             m, total = top, total * a + total1 * a1
-            if turn + 1 < cfg.computing:
+            if turn + 1 < cfg.computing or cfg.loads_queries:
                 sync_warpgroups()
         finish(cfg, refs, piece, (acc, m, total), jnp.int32(0))

@@ -3,7 +3,7 @@
     tile    up to 128 packed rows of one request, or 192 where three warpgroups compute: row p is token p // G and head
             p % G of a kv head's group. Where each CTA has two pipelines, up to 64 rows, and a pipeline stands for the
             CTA in what follows
-    unit    one (tile, kv head). It costs its number of key blocks times the cost of a block, plus UNIT_COST
+    unit    one (tile, kv head). It costs its number of key blocks times the cost of a block, plus unit_cost
     piece   a range of a unit's key blocks: what a CTA computes at a time
 
 The ranked list, for any batch:
@@ -66,8 +66,7 @@ TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most, and of a slot of partial r
 SHORT_ROWS = WARPGROUP_ROWS
 """A tile of at most this many rows is computed by all warpgroups, each on a share of the keys, or by its pipeline's."""
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
-UNIT_COST = 11  # what a unit costs besides its blocks, about 2 us; a block costs config.short_weight or long_weight
-CUTS_COST = 22  # what cutting costs at least, like UNIT_COST: a second piece on each CTA, and parts to merge
+CUTS_COST = 22  # what cutting costs at least, like config.unit_cost: a second piece on each CTA, and parts to merge
 CUTS_SHARE = 1.04
 """Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
 units of one head also pass over its keys at the same time, so that they are read into L2 once."""
@@ -168,7 +167,7 @@ def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ra
     tile_req = jnp.minimum(req, num_reqs - 1)
     info = _info(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, ranges)
     weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
-    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + UNIT_COST, 0)
+    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + config.unit_cost, 0)
 
 
 def visible_keys(config, q_first, q_last, keys, causal, rank):
@@ -446,7 +445,7 @@ def _snap(unit, inside, info, config):
     What is at a unit's start stays there: the waves end at one, and the line begins at it.
     """
     weight = jnp.where(info[:, NROWS] <= SHORT_ROWS, config.short_weight, config.long_weight)
-    block = (jnp.maximum(inside - UNIT_COST // 2, 0) + weight // 2) // weight
+    block = (jnp.maximum(inside - config.unit_cost // 2, 0) + weight // 2) // weight
     up = (block > 0) & (info[:, NBLK] - block < config.min_split)
     return jnp.where(up, unit + 1, unit), jnp.where(up | (block < config.min_split), 0, block)
 

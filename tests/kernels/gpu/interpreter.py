@@ -107,6 +107,7 @@ def _wgmma(self, eqn, token, values):
     empty = jax.tree.structure([])
     trees = [eqn.params[f"{name}_transforms_tree"] or empty for name in ("acc", "a", "b")]
     acc_t, _, b_t = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), leaves)
+    b, b_t = jaxpr_interpret.resolve_ref(eqn.invars[2].aval, b, b_t)
     token, key = _allocate(self, token, a)
     token = callback.io_callback(
         gpu_callbacks.wgmma, gpu_callbacks.TOKEN_SHAPE_DTYPE, token=token, mesh_location=self.mesh_location,
@@ -120,7 +121,9 @@ def _inline(self, eqn, token, values):
     """Runs the numpy function that PTX has for a function of inline PTX."""
     function, count = eqn.params["mgpu_fn"], eqn.params["pytree_args"].num_leaves
     is_ref = [isinstance(v.aval, AbstractRef) for v in eqn.invars[:count]]
-    transforms = eqn.params["pytree_ref_transforms"].unflatten(values[count:])
+    transforms = [t or () for t in eqn.params["pytree_ref_transforms"].unflatten(values[count:])]
+    given = [v.aval for v in eqn.invars[:count]]
+    resolved = [jaxpr_interpret.resolve_ref(*one) for one in zip(given, values[:count], transforms, strict=True)]
     kinds = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in eqn.params["flat_ret_ty"]]
     name = function.__qualname__.split(".")[0]
     closure = inspect.getclosurevars(function).nonlocals
@@ -155,14 +158,16 @@ def _inline(self, eqn, token, values):
                     group.clear()
             else:
                 results = PTX[name](closure, *arrays) or ()
+            for result, kind in zip(results, kinds, strict=True):  # else XLA would wait for ever
+                assert (np.shape(result), result.dtype) == (kind.shape, kind.dtype), f"{name}: wanted {kind}"
             for place, array, old in zip(places, arrays, before, strict=True):
                 if place and array.tobytes() != old.tobytes():
                     store(place, array)
         return token, *results
 
     out = callback.io_callback(
-        run, (gpu_callbacks.TOKEN_SHAPE_DTYPE, *kinds), token, self.mesh_location, self.thread, values[:count],
-        [() if t is None else t for t in transforms],
+        run, (gpu_callbacks.TOKEN_SHAPE_DTYPE, *kinds), token, self.mesh_location, self.thread,
+        *([each[n] for each in resolved] for n in range(2)),
     )  # fmt: skip
     return out[0], list(out[1:])
 
@@ -305,6 +310,7 @@ def _load_queries(closure, source, tok0, head0, row0, nrows):
 
 def _read_queries(closure, tile):
     count, dim = 8 * closure["rows8"], closure["dim"]
+    tile = tile.view(jax.numpy.dtype(closure["dtype"]))  # raw memory, where other tiles' queries are converted in place
     rows = np.broadcast_to(tile[:count, :dim], (4, count, dim))
     return (np.ascontiguousarray(rows).reshape(closure["shape"]),)
 

@@ -20,6 +20,7 @@ ONE = dict(pipelines=1, block_kv=128, stages=2)
 TWO = dict(pipelines=2, block_kv=64, stages=4)
 THREE = dict(computing=3, block_kv=64, stages=3)
 WGMMA = dict(narrow_rows=0)
+BESIDE = dict(narrow_rows=8, q_buffers=1)
 INSIDE = dict(merges_inside=True)
 INT8 = dict(kv_dtype="int8", page_size=16)
 CASES = {  # name -> (query length, total length) of each request, fields of the config, the oracle's options
@@ -68,7 +69,23 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
     "mixed, soft cap without a maximum": (
         MIXED, ONE | dict(logits=LogitRule(scale=0.1, soft_cap=5.0)), dict(soft_cap=5.0)
     ),
-    "mixed, int8": (MIXED, ONE | INT8 | dict(q_buffers=1, keys_first=True), {}),
+    "mixed, int8": (MIXED, ONE | INT8 | dict(q_buffers=1), {}),
+    "mixed, int8, narrow beside long": (MIXED, ONE | INT8 | BESIDE, {}),
+    "mixed, e4m3, narrow beside long, in parts, every option": (
+        ((70, 300), (1, 700), (9, 30), (1, 3), (40, 100), (2, 500), (0, 0), (1, 400)),
+        ONE | BESIDE | dict(kv_dtype="float8_e4m3fn", num_ctas=4, layout="NHD", page_size=16, mask=MaskRule(left=250),
+                            logits=LogitRule(scale=0.1, soft_cap=60.0, has_alibi=True), has_sinks=True),
+        dict(soft_cap=60.0, slopes=None, sinks=None, window=(250, -1)),
+    ),
+    "mixed, e5m2 with token scales, narrow of 16 rows beside long": (
+        ((1, 700), (70, 300), (1, 300), (1, 3), (2, 500), (9, 30), (1, 400)),
+        ONE | BESIDE | dict(kv_dtype="float8_e5m2", token_scales=True, num_heads=24, narrow_rows=16, num_ctas=2,
+                            page_size=128), {}
+    ),
+    "decodes only, int8, narrow beside long": (DECODES, ONE | INT8 | BESIDE | dict(long_tiles=True, flat_list=False), {}),
+    "narrow, loading its queries": (DECODES, ONE | dict(q_buffers=1), {}),
+    "narrow, two pipelines, loading their queries": (DECODES, TWO | dict(q_buffers=1), {}),
+    "mixed, two pipelines, loading their queries": (MIXED, TWO | dict(q_buffers=1), {}),
     "mixed in short tiles, e4m3": (
         ((6, 100), (3, 200), (0, 0), (9, 9)), ONE | dict(kv_dtype="float8_e4m3fn", block_kv=64, v_head_dim=32), {}
     ),

@@ -64,7 +64,9 @@ def test_lowers_for_cuda(name):
 REFUSED = {
     "blocks of 64": dict(block_kv=64),
     "blocks of 128 in two pipelines": dict(pipelines=2),
-    "long tiles": dict(long_tiles=True),
+    "beside long tiles, two buffers of queries": dict(long_tiles=True, stages=2, q_buffers=2),
+    "beside long tiles, 16 bits": dict(long_tiles=True, kv_dtype="bfloat16", stages=2, q_buffers=1),
+    "beside long tiles of three warpgroups": dict(long_tiles=True, computing=3, stages=2, q_buffers=1),
     "12 rows": dict(narrow_rows=12),
 }
 

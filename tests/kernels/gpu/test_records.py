@@ -90,7 +90,7 @@ def test_what_was_tuned_is_a_kernel_that_fits_and_is_used(card):
         shape = dict(head_dim=head_dim, v_head_dim=v_head_dim, kv_dtype=kv_dtype, page_size=16)
         config = default_config(**shape, rows=rows, num_heads=32, num_kv_heads=8, card=card)
         assert not supports(config) and (config.block_kv, config.stages) == (tiles["block_kv"], tiles["stages"])
-        assert (config.narrow_rows > 0, config.long_tiles) == (kind == "narrow", kind == "long")
+        assert (not config.has_short_tiles, config.long_tiles) == (kind == "narrow", kind == "long")
 
 
 def test_a_card_without_a_table_takes_the_h200s():

@@ -192,9 +192,44 @@ def test_what_the_caller_gives_is_kept_beside_choices_that_fit_it(given):
     assert all(getattr(config, name) == value for name, value in given.items() if hasattr(config, name))
 
 
-def test_keys_come_before_queries_of_one_buffer_in_long_tiles():
-    shapes = [SHAPE | dict(head_dim=d, v_head_dim=d, rows=rows) for d, rows in ((256, None), (256, 4), (128, None))]
-    assert [default_config(**shape).keys_first for shape in shapes] == [True, False, False]
+@pytest.mark.parametrize(
+    ("fields", "buffers"),
+    [
+        (dict(), 2),
+        (dict(head_dim=256, v_head_dim=256), 1),
+        (dict(rows=4, requests=8, keys=600), 1),  # narrow
+        (dict(rows=4, requests=512, keys=800), 2),  # two pipelines
+        (dict(rows=4, requests=512, keys=800, head_dim=256, v_head_dim=256), 1),
+        (dict(rows=2048, requests=1, keys=512), 1),  # 128 units for 132 CTAs
+        (dict(rows=2304, requests=1, keys=576), 2),
+        (dict(rows=2048, requests=1, keys=65536), 2),
+        (dict(kv_dtype="int8"), 1),
+        (dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), 2),
+    ],
+)
+def test_one_buffer_of_queries_where_they_are_few_or_wide(fields, buffers):
+    config = default_config(**SHAPE | fields)
+    assert not supports(config)
+    assert config.q_buffers == buffers
+
+
+@pytest.mark.parametrize(
+    ("fields", "narrow"),
+    [
+        (dict(), 0),
+        (dict(kv_dtype="int8"), 8),
+        (dict(kv_dtype="int8", num_heads=128), 16),
+        (dict(kv_dtype="int8", num_heads=256), 0),
+        (dict(kv_dtype="int8", token_scales=True), 8),
+        (dict(kv_dtype="int8", head_dim=256, v_head_dim=256), 0),
+        (dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), 0),
+        (dict(kv_dtype="int8", rows=32768, requests=1), 0),  # tiles of 192 rows
+    ],
+)
+def test_narrow_tiles_beside_long_ones_over_an_8_bit_cache(fields, narrow):
+    config = default_config(**SHAPE | fields)
+    assert not supports(config)
+    assert (config.long_tiles, config.narrow_rows) == (True, narrow)
 
 
 @pytest.mark.parametrize(

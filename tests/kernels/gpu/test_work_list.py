@@ -359,7 +359,7 @@ def test_load_is_even(batch, together):
         total = 0
         for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
             short = info[tile, wl.NROWS] <= wl.SHORT_ROWS
-            total += (hi - lo) * (config.short_weight if short else config.long_weight) + (lo == 0) * wl.UNIT_COST
+            total += (hi - lo) * (config.short_weight if short else config.long_weight) + (lo == 0) * config.unit_cost
         load.append(total)
     block = config.short_weight if "prefill" not in batch else config.long_weight
     assert max(load) - np.mean(load) <= 4 * block + 0.01 * np.mean(load)
