@@ -87,7 +87,7 @@ def _piece(cfg: WarpKernelConfig, refs: Refs, j):
     sync_warps()  # no warp reads the last piece's numbers and tiles any longer
     put_numbers(numbers, [jnp.asarray(listed[column], jnp.int32) for column in range(HI + 1)])
     sync_warps()
-    piece = Piece(lambda column: numbers[column], buffer=0)
+    piece = Piece(lambda column: numbers[column], box=0)
     nrows, most_rows = piece[wl.NROWS], _most_rows(cfg)
     when(nrows <= cfg.narrow_rows)(lambda: narrow_tile(cfg, refs, piece))
     if cfg.wide_tiles:
