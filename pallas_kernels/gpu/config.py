@@ -145,14 +145,15 @@ class GpuKernelConfig:
         return 2 * self.stages if self.two_rings else self.stages
 
     @property
-    def narrow_scales(self) -> int:
-        """The first row of token scales that is a narrow tile's: two rings share the memory of tiles, not of scales."""
-        return self.stages if self.two_rings else 0
+    def converted_scales(self) -> int:
+        """Blocks of converted tiles whose token scales are in shared memory: those of a block's values come with its
+        keys, when the values of the block `stages` before may still be in use."""
+        return self.stages + 1 if self.converts_tiles else 0
 
     @property
     def scale_rows(self) -> int:
-        """Blocks whose token scales are in shared memory."""
-        return self.narrow_scales + self.narrow_stages
+        """The same of all tiles, narrow ones last: two rings share the memory of tiles, not of scales."""
+        return self.converted_scales + (self.narrow_stages if self.narrow_rows else 0)
 
     @property
     def query_dtype(self) -> str:

@@ -131,7 +131,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         plgpu.barrier_wait(refs.k_narrow_full.at[slot])
         of_keys = of_values = None
         if cfg.token_scales:
-            row = slot + cfg.narrow_scales
+            row = slot + cfg.converted_scales
             of_keys, of_values = token_scales.load_per_key(refs.token_scale, row, 0, cfg.block_kv, mine, warps.KEYS)
         dots = warps.keys_times_queries(refs.k_narrow.at[slot], queries, mine, **keys)
         rows.end_reads()

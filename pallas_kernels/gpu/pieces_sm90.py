@@ -400,6 +400,10 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             pools = refs.k_token_scale, refs.v_token_scale
             return [token_scales.load_block(pool, ids, head, *where, **kind, **order) for pool in pools]
 
+        def put_scales(row, scales):
+            for first, scale in zip((0, cfg.block_kv), scales, strict=True):
+                token_scales.put_block(refs.token_scale.at[row], scale, first, block=cfg.block_kv)
+
         def follow(i, carry):
             """A block of a narrow tile."""
             freed, *rest = carry
@@ -411,38 +415,26 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             if cfg.token_scales:
                 scales, ids = rest
                 ahead = (scales_of(i + 1, ids), ids_of(i + 2))
-                row = refs.token_scale.at[cfg.narrow_scales + slot]
-                for first, scale in zip((0, cfg.block_kv), scales, strict=True):
-                    token_scales.put_block(row, scale, first, block=cfg.block_kv)
+                put_scales(cfg.converted_scales + slot, scales)
                 plgpu.commit_smem()
             plgpu.barrier_arrive(refs.k_narrow_full.at[slot])
             plgpu.barrier_arrive(refs.v_narrow_full.at[slot])
             return end, *ahead
 
-        def put_scale(scale, first):
-            def put(_, slot):
-                token_scales.put_block(refs.token_scale.at[slot], scale, first, block=cfg.block_kv)
-
-            return put
-
         def step(i, carry):
-            n, kv0, put_keys, put_values = before[0] + i, first_key + i * cfg.block_kv, lambda *_: None, None
-            ahead = ()
+            n, kv0 = before[0] + i, first_key + i * cfg.block_kv
+            ahead, put = (), lambda *_: None
             if cfg.token_scales:
                 scales, ids = carry
-                put_keys, put_values = put_scale(scales[0], 0), put_scale(scales[1], cfg.block_kv)
+                put = lambda *_: put_scales(lax.rem(n, jnp.int32(cfg.converted_scales)), scales)
                 ahead = (scales_of(i + 1, ids), ids_of(i + 2))
 
-            def before_values(stored, slot):
-                zero_unseen_values(cfg, stored, piece, kv0)
-                if put_values is not None:
-                    put_values(stored, slot)
-
+            zero = lambda stored, _: zero_unseen_values(cfg, stored, piece, kv0)
             if cfg.compute_dtype is None:
                 pair = (refs.k_stored_full, refs.k_stored_free), (refs.k_full, refs.k_free)
-                convert_block(n, of_keys, refs.k_stored, refs.k_tile, *pair, put_keys)
+                convert_block(n, of_keys, refs.k_stored, refs.k_tile, *pair, put)
             pair = (refs.v_stored_full, refs.v_stored_free), (refs.v_full, refs.v_free)
-            convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, before_values)
+            convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, zero)
             return ahead
 
         start = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()

@@ -130,11 +130,12 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     return dots, factor
 
 
-def _token_scales(cfg: GpuKernelConfig, refs: Refs, slot, of: int):
-    """Scales of the keys (0) or values (1) in a stage, while it is full; None without scales of tokens."""
+def _token_scales(cfg: GpuKernelConfig, refs: Refs, block_number, of: int):
+    """Scales of the keys (0) or values (1) of a block whose keys are there; None without scales of tokens."""
     if not cfg.token_scales:
         return None
-    return token_scales.load_per_key(refs.token_scale, slot, 1, cfg.block_kv, of=(of,))[0]
+    row = lax.rem(block_number, jnp.int32(cfg.converted_scales))
+    return token_scales.load_per_key(refs.token_scale, row, 1, cfg.block_kv, of=(of,))[0]
 
 
 def weight_operands(cfg: GpuKernelConfig, p, of_values) -> tuple:
@@ -336,22 +337,21 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
 
     def step(j, state, masked):
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
+        of_keys = _token_scales(cfg, refs, blocks_before + j, 0)  # on their way during the products
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot], end_turn)
-        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
+        dots = token_scales.multiply_per_key(dots, of_keys, 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
+        of_values = _token_scales(cfg, refs, blocks_before + j, 1)
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         if cfg.weights_first:
             weights, (acc, m, total) = softmax.weights_first(x, c, state, dtype=cfg.value_dtype)
             weights = (weights,)
         else:
             p, (acc, m, total) = softmax_step(cfg, x, c, state)
-            if cfg.token_scales:
-                plgpu.barrier_wait(refs.v_full.at[slot])
-            weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
+            weights = weight_operands(cfg, p, of_values)
         acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
         say_done()
-        if not cfg.token_scales:
-            plgpu.barrier_wait(refs.v_full.at[slot])
+        plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
         take_turn()
@@ -403,14 +403,14 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
-        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, slot, 0), 1)
+        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, blocks_before + j, 0), 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         p, (acc, m, total) = softmax_step(cfg, x, c, state)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
-        weights = weight_operands(cfg, p, _token_scales(cfg, refs, slot, 1))
+        weights = weight_operands(cfg, p, _token_scales(cfg, refs, blocks_before + j, 1))
         acc = _add_weighted_values(cfg, acc, weights, refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         for others in range(1, 1 if alone else cfg.computing):
