@@ -264,7 +264,10 @@ CAPPED = dict(SHAPE, logits=LogitRule(scale=0.1, soft_cap=30.0))
         (dict(D64, rows=192), False, True),
         (dict(D64, qq_bias=True), False, True),
         (E4M3, True, False),
-        (dict(E4M3, rows=2048, keys=65536), False, False),
+        (dict(E4M3, rows=2048, keys=65536), False, True),  # a chunk
+        (dict(E4M3, rows=2048, keys=65536, requests=34), False, False),
+        (dict(E4M3, rows=2048, keys=6144), False, False),
+        (dict(E4M3, head_dim=64, v_head_dim=64), True, True),
         (dict(E4M3, requests=34), False, False),
         (dict(E4M3, requests=0), False, False),
         (dict(E4M3, token_scales=True), False, False),
