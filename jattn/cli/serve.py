@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
             raise ValueError(f"--api-key-env {args.api_key_env}: this variable is not set, or is empty")
     try:
         from jattn.serve import ServerOptions, serve
-        from jattn.serve.server import bind
+        from jattn.serve.server import bind, listen
     except ImportError as error:
         raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
     name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
@@ -112,6 +112,7 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
             if not args.no_warmup:
                 options.warm(served)
         collect_rarely()
+        listen(sockets)
         host = f"[{args.host}]" if ":" in args.host else args.host
         print(f"serving {name} on http://{host}:{sockets[0].getsockname()[1]}/v1", file=sys.stderr, flush=True)
         with signals.left_to_others():

@@ -22,6 +22,10 @@ FLUSH_SECONDS = 5
 """How long clients may read the end of their responses after the last request has ended."""
 
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted: uvicorn's number."""
+
+
 class Server(uvicorn.Server):
     """uvicorn with a graceful shutdown.
 
@@ -123,10 +127,38 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+def listen(sockets: list[socket.socket]) -> None:
+    """Accept connections at the sockets of `bind`; OSError if another server does so at their port.
+
+    Connections inherit SO_REUSEADDR: without it those that have ended would keep the port from the next server.
+    """
+    for each in sockets:
+        try:
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.listen(BACKLOG)
+        except OSError as error:
+            host, port = each.getsockname()[:2]
+            raise OSError(error.errno, f"cannot listen on {host}, port {port}: {error.strerror}") from error
+
+
 def _bound(family: int, kind: int, protocol: int, address: tuple) -> socket.socket:
+    """A socket with this address, for itself alone unless ended connections of an earlier server have it still.
+
+    On Linux two sockets with SO_REUSEADDR can have one address while neither listens: two servers that start together
+    would both load their models.
+    """
+    try:
+        return _bound_with(family, kind, protocol, address, reuse=False)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return _bound_with(family, kind, protocol, address, reuse=True)
+
+
+def _bound_with(family: int, kind: int, protocol: int, address: tuple, *, reuse: bool) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
         if family == socket.AF_INET6:
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         bound.bind(address)
@@ -149,6 +181,7 @@ def serve(
     code other than 0 then, so that a supervisor restarts the process.
     """
     sockets = bind(host, port) if sockets is None else sockets
+    listen(sockets)
     server = make_server(served, options, host, port)
     loop = server.loop
     if isinstance(served, LockStepEngine) and isinstance(loop, EngineLoop):

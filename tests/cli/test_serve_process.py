@@ -11,7 +11,7 @@ import pytest
 
 from jattn import cli
 from jattn.cli import options
-from jattn.serve.server import bind
+from jattn.serve.server import bind, listen
 
 
 @pytest.fixture
@@ -41,6 +41,28 @@ def test_a_port_that_is_taken_is_a_sentence_before_anything_loads(capsys, loads_
         assert cli.main(["serve", "--port", port]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jattn: ") and port in said and "in use" in said and "serving" not in said
+
+
+def test_a_port_belongs_to_the_first_of_two_servers_that_still_load(capsys, loads_nothing):
+    with contextlib.ExitStack() as stack:
+        (first,) = [stack.enter_context(each) for each in bind("127.0.0.1", 0)]
+        assert cli.main(["serve", "--port", str(first.getsockname()[1])]) == 2
+    assert "in use" in capsys.readouterr().err
+
+
+def test_connections_that_have_ended_do_not_keep_a_port_from_the_next_server():
+    with contextlib.ExitStack() as stack:
+        (first,) = [stack.enter_context(each) for each in bind("127.0.0.1", 0)]
+        listen([first])
+        address = first.getsockname()
+        with socket.create_connection(address, 5) as client:
+            first.accept()[0].close()  # the server's end waits for late packets
+            client.recv(1)
+        first.close()
+        second, third = (stack.enter_context(*bind(*address)) for _ in range(2))
+        listen([second])
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, port {address[1]}"):
+            listen([third])
 
 
 def test_every_address_of_a_host_is_bound_at_one_port_and_does_not_listen_yet():
