@@ -59,12 +59,18 @@ class Detokenizer:
         return text
 
     def _add_together(self, new: Sequence[int]) -> str | None:
-        """The text that these tokens add, decoded once. None, and nothing changes, if it has an unfinished or invalid
-        character, or if they change the text before them."""
+        """The text that these tokens add, decoded once. None, and nothing changes, if they might give another text one by
+        one: it has an unfinished or invalid character, they change the text before them, or silent tokens are at an end.
+        """
         window, text, is_whole = self._extended(new)
         if not is_whole or REPLACEMENT in text:
             return None
-        if not text:
+        if text:
+            before = self._window
+            has_plain_context = before.returned and not before.num_silent and REPLACEMENT not in before.returned
+            if not has_plain_context or not self.tokenizer.decode(new[-1:]):
+                return None
+        else:
             if self.tokenizer.decode(window.tokens) != window.returned:
                 return None
             window = _with_late_silent(window)
@@ -99,7 +105,11 @@ class Detokenizer:
         text = decoded.rstrip(REPLACEMENT) if may_wait else decoded
         is_whole = text == decoded
         added = _after(returned, whole, text)
-        if added and len(tokens) > (KEPT_CONTEXT if is_whole else MAX_CONTEXT):
+        if added and _is_garbled(returned, text):
+            tokens = tokens[len(tokens) - num_silent :]
+            added = text = self.tokenizer.decode(tokens)
+            window = _Window(tokens, len(tokens), text, text, 0)
+        elif added and len(tokens) > (KEPT_CONTEXT if is_whole else MAX_CONTEXT):
             window = self._shortened(tokens, num_context, text, is_whole)
         elif added:
             window = _Window(tokens, num_context, text, text, 0)
@@ -159,6 +169,12 @@ def _after(returned: str, whole: str, text: str) -> str:
     if text.startswith(returned):
         return text[len(returned) :]
     return "" if returned.startswith(text) else text[len(os.path.commonprefix([whole, text])) :]
+
+
+def _is_garbled(returned: str, text: str) -> bool:
+    """Did text that was returned become U+FFFD? A decoder with byte fallback does that to a run of bytes that has one
+    invalid byte; how long the run is depends on where the window begins."""
+    return text[len(os.path.commonprefix([returned, text])) :].startswith(REPLACEMENT) and not text.startswith(returned)
 
 
 def find_stop(text: str, stop: Sequence[str], start: int) -> tuple[int, str] | None:

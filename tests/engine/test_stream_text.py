@@ -138,6 +138,21 @@ def test_bytes_that_never_become_a_character_are_shown_once(kind):
     assert streamed(code, dot, [*sign, *dot, *sign], random.Random(0)) == "\ufffd.\ufffd"
 
 
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "bytes"])
+def test_the_sizes_of_bursts_change_no_text_also_of_invalid_bytes_among_silent_tokens(kind):
+    """How many tokens come together depends on which other requests are served."""
+    code, rng = KINDS[kind](), random.Random(7)
+    for _ in range(1500):
+        output = []
+        while len(output) < 30:
+            ids = byte_ids(kind, code, rng.choice(("é", "漢", "한국", "a", "😀", "b")))
+            output += [*ids[: rng.choice((1, 2, 6, 6, 6, 6))], *[1] * rng.randrange(2)]
+        prompt = byte_ids(kind, code, "a")
+        alone = Detokenizer(code, prompt)
+        text = "".join([alone.add([token]) for token in output]) + alone.finish()
+        assert streamed(code, prompt, output, rng) == text, output
+
+
 def test_special_tokens_between_words_take_no_space_with_them():
     code = metaspace("first")
     for count in (1, 5, 6, 7, 40, 200):
