@@ -8,6 +8,7 @@ from pathlib import Path
 from jattn.cli import options, processes
 from jattn.cli.command import add_command
 from jattn.engine import Engine, Processes, RequestOutput, SamplingParams
+from jattn.engine.params import is_encodable
 from jattn.text import chat_prompt
 
 Prompt = str | list[int]
@@ -52,6 +53,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts and args.file:
         raise ValueError("give prompts as arguments or in --file, not both")
     if args.prompts:
+        for number, prompt in enumerate(args.prompts, 1):
+            if not is_encodable(prompt):  # Python has surrogates in place of bytes of an argument that it cannot decode
+                encoding = sys.getfilesystemencoding()
+                raise ValueError(f"prompt {number}, {prompt!a}, is not {encoding.upper()}: give it in --file, in UTF-8")
         return args.prompts
     if args.file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("there is no prompt: give prompts as arguments, in --file, or on stdin")
@@ -100,11 +105,12 @@ def _all(
     """Print the results of all prompts. texts: as the user wrote them. Returns the number of failures."""
     if args.json:
         index_of = {engine.add_request(prompt, params): i for i, prompt in enumerate(prompts)}
-        failures = 0
+        failures, is_utf8 = 0, (sys.stdout.encoding or "").lower().startswith("utf")
         for output in engine.drain():
             failures += _report_error(output)
             index = index_of[output.id]
-            print(json.dumps(_record(index, texts[index], output), ensure_ascii=False), flush=True)
+            record = _record(index, texts[index], output)
+            print(json.dumps(record, ensure_ascii=not is_utf8), flush=True)
         return failures
     failures = 0
     for text, output in zip(texts, engine.generate(prompts, params), strict=True):

@@ -50,6 +50,7 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
         (["generate", "x", "--model", ""], "--model is empty"),
         (["generate", "x", "--chat", *SMALL], "no chat template"),
         (["generate", "x", "--file", "y"], "not both"),
+        (["generate", "x", "a\udcff", "--model", "no-such-folder"], r"prompt 2, 'a\\udcff', is not UTF-8"),
         (["generate", "x", *SMALL, "--max-num-seqs", "99"], "max_num_batched_tokens=32 must be at least"),
         (["generate", "x", *SMALL, "--backend", "sdpb"], "sdpb"),
         (["generate", "x", *SMALL, "--tensor-parallel", "999"], "tensor_parallel=999: 999 devices are needed"),
@@ -82,6 +83,16 @@ def test_stop_texts_are_kept_but_for_their_escapes(capsys):
     for bad in ("\\x", "x\\", "\\q", "\\€", r"\ud800", r"\U00110000", r"\u12", "\udce9"):
         assert cli.main(["generate", "x", "--stop", bad, *SMALL]) == 2
         assert re.match(r"jattn: --stop '.*' cannot be read: ", capsys.readouterr().err), bad
+
+
+def test_json_is_written_in_any_encoding_and_text_that_it_lacks_is_a_sentence(monkeypatch, capsys):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    few = ["--max-tokens", "1", *SMALL]
+    assert cli.main(["generate", "é=", "--json", *few]) == 0
+    assert json.loads(written.getvalue())["prompt"] == "é="
+    assert cli.main(["generate", "1=", "é=", *few]) == 2
+    assert r"ascii, has no '\xe9': set PYTHONIOENCODING" in capsys.readouterr().err
 
 
 def test_a_prompts_file_has_a_prompt_a_line_and_other_separators_are_text(tmp_path, monkeypatch, capsys):
