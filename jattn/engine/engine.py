@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jattn import device
 from jattn.cache import PagedKV
-from jattn.engine import admission, construction, data_ranks, interrupts, shared_prefix, sizing, turns, weights
+from jattn.engine import admission, callers, construction, data_ranks, interrupts, shared_prefix, sizing, turns, weights
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.outputs import RequestOutput
@@ -40,7 +40,8 @@ PLACES = "an engine places its arrays"
 class Engine:
     """Continuous batching over a paged cache. Call add_request, step and abort; or generate for a list of prompts.
 
-    Not thread-safe: call it from one thread. Only `stats` may be read from others.
+    Not thread-safe: call it from one thread at a time; a call while another thread is inside one raises RuntimeError.
+    Only `stats` may be read from others.
 
     deterministic=True: every dispatch has the same shape, and the attention backend is batch-invariant. A request then
     gets the same tokens and bits alone and in any batch, whether or not it is chunked, preempted or partly found in the
@@ -78,6 +79,7 @@ class Engine:
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         device.check_context(PLACES)
+        self.caller_lock = callers.make_lock()
         if forward is None:
             construction.check_decoder_only(config)
             construction.check_weights(config, params)
@@ -161,6 +163,7 @@ class Engine:
         )
 
     # ------------------------------------------------------------------ a list of prompts
+    @callers.one_at_a_time
     def generate(
         self,
         prompts: Prompt | Many[Prompt],
@@ -208,6 +211,7 @@ class Engine:
         return self._loop.has_work
 
     @interrupts.held()
+    @callers.one_at_a_time
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
     ) -> str:
@@ -243,6 +247,7 @@ class Engine:
         self._loop.add(request)  # last, because the lines before may raise
         return id
 
+    @callers.one_at_a_time
     def step(self) -> list[RequestOutput]:
         """Take one step; returns the outputs so far of each request that has new tokens or has ended.
 
@@ -266,6 +271,7 @@ class Engine:
         self.runner.must_be_awake("step()")
 
     @interrupts.held()
+    @callers.one_at_a_time
     def abort(self, request_id: str) -> bool:
         """End a request and free its blocks at once; returns False if there is no such request.
 
@@ -296,6 +302,7 @@ class Engine:
         """The block pools."""
         return self._loop.tables
 
+    @callers.one_at_a_time
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """Compile every program that requests can need, so that none is compiled later; returns their number.
 
@@ -332,6 +339,7 @@ class Engine:
         return jax.tree.map(lambda x: x, self.runner.params)
 
     @interrupts.held()
+    @callers.one_at_a_time
     def update_weights(self, params: Any) -> None:
         """Replace the weights by others of the same structure, shapes and dtypes, from the next step on.
 
@@ -347,6 +355,7 @@ class Engine:
         self._loop.restart(weights_version=self.tables.weights_version + 1)
 
     @interrupts.held()
+    @callers.one_at_a_time
     def sleep(self) -> None:
         """Free the device's memory: move the weights to the host and drop the caches.
 
@@ -360,6 +369,7 @@ class Engine:
             self.runner.sleep()
 
     @interrupts.held()
+    @callers.one_at_a_time
     def wake(self) -> None:
         """Put the weights and empty caches on the device again, after sleep()."""
         self.runner.must_be_alive()

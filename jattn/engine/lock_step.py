@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jattn.engine import admission, interrupts
+from jattn.engine import admission, callers, interrupts
 from jattn.engine.data_ranks import Tables
 from jattn.engine.engine import Engine, Prompt
 from jattn.engine.flights import Flights
@@ -97,6 +97,7 @@ class LockStepEngine(Engine):
         return made
 
     # ------------------------------------------------------------------ in process 0
+    @callers.one_at_a_time
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, request_id: str | None = None, salt: str = ""
     ) -> str:
@@ -111,6 +112,7 @@ class LockStepEngine(Engine):
         self._pending.append(["add", id, tokens, dataclasses.asdict(params), salt])
         return id
 
+    @callers.one_at_a_time
     def abort(self, request_id: str) -> bool:
         """As Engine.abort; the blocks are free after the next step."""
         self._must_lead("abort()")
@@ -122,12 +124,14 @@ class LockStepEngine(Engine):
             self._pending.append(["abort", request_id])
         return known
 
+    @callers.one_at_a_time
     def step(self) -> list[RequestOutput]:
         """As Engine.step, in all processes."""
         self._must_lead("step()")
         self._check_step()  # before the others take it
         return self._publish(["step", self._flights.digest])
 
+    @callers.one_at_a_time
     def warmup(self, progress: Callable[[int, int, str], None] | None = None) -> int:
         """As Engine.warmup, in all processes."""
         self._must_lead("warmup()")
