@@ -180,10 +180,13 @@ class BlockTables:
             return 0
         limit = (len(seq.tokens) - 1) // self.block_size
         self._hash_blocks(seq, limit)
-        cached = [[pool.find(digest) is not None for digest in seq.block_hashes[:limit]] for pool in self.pools]
+        for g, pool in enumerate(self.pools):
+            if g not in self._forgetful:  # every block is needed
+                limit = next((i for i in range(limit) if pool.find(seq.block_hashes[i]) is None), limit)
+        runs = [(self.groups[g], _begins_of_runs(self.pools[g], seq.block_hashes[:limit])) for g in self._forgetful]
         for hits in range(limit, 0, -1):
-            first = [first_visible(group, hits * self.block_size) // self.block_size for group in self.groups]
-            if all(all(row[a:hits]) for row, a in zip(cached, first, strict=True)):
+            first = hits * self.block_size
+            if all(begins[hits] <= first_visible(group, first) // self.block_size for group, begins in runs):
                 return hits
         return 0
 
@@ -197,6 +200,14 @@ class BlockTables:
             i = len(seq.block_hashes)
             parent = seq.block_hashes[-1] if seq.block_hashes else self._first_parent(seq.root_hash)
             seq.block_hashes.append(block_hash(parent, seq.tokens[i * self.block_size : (i + 1) * self.block_size]))
+
+
+def _begins_of_runs(pool: BlockPool, hashes: Many[bytes]) -> list[int]:
+    """begins[i]: where the run of cached blocks begins that ends before block i; i if block i - 1 is not cached."""
+    begins = [0]
+    for i, digest in enumerate(hashes, 1):
+        begins.append(i if pool.find(digest) is None else begins[-1])
+    return begins
 
 
 def _name(group: Group) -> str:

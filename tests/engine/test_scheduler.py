@@ -1,13 +1,14 @@
 """The scheduler and its block tables with a simulated cache: thousands of operations, without a device."""
 
 import random
+import time
 from collections import Counter
 
 import pytest
 
 from jattn.engine import Limits, SamplingParams, Sequence, StepPlan
 from jattn.engine.data_ranks import make_tables, scheduler_of
-from jattn.engine.tables import first_visible, max_blocks_of_group
+from jattn.engine.tables import BlockTables, first_visible, max_blocks_of_group
 from tests.engine.fake import Group
 
 FULL, WINDOW, CHUNK = Group((0,)), Group((1,), sliding_window=5), Group((2,), chunk_size=8)
@@ -263,6 +264,49 @@ def test_what_an_untrusted_sequence_wrote_is_not_shared():
     world.scheduler.remove(world.seqs.pop(seq.id), trusted=False)
     world.add(list(range(10)), 1)
     assert world.step().admitted[0][1] == 0
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (WINDOW,), (FULL, WINDOW, CHUNK), (WINDOW, CHUNK)])
+def test_the_hit_is_the_longest_beginning_whose_visible_blocks_are_all_cached(groups):
+    rng, seen = random.Random(2), Counter()
+    for _ in range(300):
+        tables = BlockTables([99] * len(groups), S, groups)
+        seq = Sequence("a", tuple(range(S * 12 + 1)), SamplingParams())
+        tables.admit(seq)
+        assert tables.extend(seq, len(seq.tokens))
+        tables.publish(seq, len(seq.tokens))
+        share = rng.choice((0.3, 0.6, 0.9))
+        cached = [[rng.random() < share for _ in range(12)] for _ in groups]
+        for table, pool, kept in zip(seq.tables, tables.pools, cached, strict=True):
+            for block in (block for block, keeps in zip(table, kept, strict=False) if not keeps):
+                pool.forget(block)
+        firsts = lambda hits: (first_visible(group, hits * S) // S for group in groups)
+        fits = lambda hits: all(all(kept[a:hits]) for kept, a in zip(cached, firsts(hits), strict=True))  # noqa: B023
+        wanted = max(hits for hits in range(13) if fits(hits))
+        seen[wanted] += 1
+        assert tables.num_cached(Sequence("b", seq.prompt, SamplingParams())) == wanted * S
+    assert len(seen) > 4
+
+
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, Group((1,), sliding_window=1024))])
+def test_a_prompt_of_which_a_half_is_cached_is_looked_up_in_linear_time(groups):
+    """While it waits for blocks it is looked up in every step, beside the rows that decode."""
+
+    def seconds(num_blocks):
+        tables = BlockTables([num_blocks + 2] * len(groups), S, groups)
+        prompt = tuple(range(num_blocks * S))
+        first = Sequence("a", prompt[: len(prompt) // 2], SamplingParams())
+        tables.admit(first)
+        assert tables.extend(first, len(first.tokens))
+        tables.publish(first, len(first.tokens))
+        seq, times = Sequence("b", prompt, SamplingParams()), []
+        for _ in range(5):
+            begin = time.perf_counter()
+            assert tables.num_cached(seq) == len(first.tokens)
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert seconds(8000) < 9 * seconds(2000), "16 times as long if it is quadratic"
 
 
 def test_the_least_recently_used_block_is_evicted_first():
