@@ -122,14 +122,19 @@ class EmbeddingLoop:
             return not result.done() and not result.running() and result.set_running_or_notify_cancel()
 
     def _embed(self, bodies: list[_Body]) -> None:
+        """Embed these bodies together; if that fails, each alone, so that only the one fails whose inputs are why."""
         if not bodies:
             return
         try:
             rows = self.embedder.pooled([row for body in bodies for row in body.rows])
-        except Exception as error:  # fails these bodies only
-            log.exception("%d requests could not be embedded", len(bodies))
-            for body in bodies:
-                body.result.set_exception(FailedError(f"these inputs could not be embedded: {error}"))
+        except Exception as error:
+            if len(bodies) > 1:
+                log.warning("%d requests could not be embedded together, each is embedded alone: %s", len(bodies), error)
+                for body in bodies:
+                    self._embed([body])
+                return
+            log.exception("a request could not be embedded")
+            bodies[0].result.set_exception(FailedError(f"these inputs could not be embedded: {error}"))
             return
         ends = np.cumsum([len(body.rows) for body in bodies])
         for body, part in zip(bodies, np.split(rows, ends[:-1]), strict=True):

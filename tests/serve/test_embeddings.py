@@ -136,6 +136,33 @@ def test_a_failing_batch_fails_its_own_requests_and_the_server_continues():
         assert server.loop.healthy and server.loop.num_requests == 0
 
 
+class Choosy(Slow):
+    """Fails where an input is "bad"."""
+
+    def pooled(self, rows):
+        made = super().pooled(rows)
+        if self.tokens_of("bad") in rows:
+            raise RuntimeError("no memory")
+        return made
+
+
+def test_of_requests_that_are_embedded_together_only_the_one_fails_that_cannot_be():
+    Slow.gate.clear()
+    answers: dict[str, httpx.Response] = {}
+    with serving(Choosy(**vars(make_embedder()))) as (_, server, url):
+        ask = lambda text: answers.update({text: send(url, input=text)})
+        threads = [threading.Thread(target=ask, args=(text,)) for text in ("first", "good", "bad", "also good")]
+        for number, thread in enumerate(threads):
+            thread.start()
+            wait_until(lambda number=number: server.loop.num_requests == number + 1)
+        Slow.gate.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    assert {text: answer.status_code for text, answer in answers.items() if answer.status_code != 200} == {"bad": 500}
+    alone = make_embedder().embed(["also good"])[0].tolist()
+    np.testing.assert_allclose(answers["also good"].json()["data"][0]["embedding"], alone, rtol=1e-5, atol=1e-6)
+
+
 def test_requests_that_wait_are_bounded_embedded_together_and_ended_by_a_stop():
     Slow.gate.clear()
     embedder, answers = Slow(**vars(make_embedder())), []
