@@ -69,6 +69,8 @@ class _Handlers(Handlers):
 
     def _response(self, parsed: fields.ParsedEmbeddings, rows: list[list[int]], made: np.ndarray) -> dict[str, Any]:
         finished = self.embedder.finished(made, parsed.dimensions)
+        if wrong := np.flatnonzero(~np.isfinite(finished).all(axis=-1)).tolist():
+            raise errors.FailedError(f"the model's embedding is NaN or infinite for the inputs {wrong[:5]}")
         num_tokens = sum(map(len, rows))
         data = [
             {"object": "embedding", "index": index, "embedding": _as_base64(row) if parsed.is_base64 else row.tolist()}

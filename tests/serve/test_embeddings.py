@@ -163,6 +163,22 @@ def test_of_requests_that_are_embedded_together_only_the_one_fails_that_cannot_b
     np.testing.assert_allclose(answers["also good"].json()["data"][0]["embedding"], alone, rtol=1e-5, atol=1e-6)
 
 
+class Overflowing(Embedder):
+    """Its second row is not a number, as of a model that overflows in float16."""
+
+    def pooled(self, rows):
+        made = super().pooled(rows)
+        made[1:2] = np.nan
+        return made
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+def test_an_embedding_that_is_no_number_is_an_error(form):
+    with serving(Overflowing(**vars(make_embedder()))) as (_, _, url):
+        assert "the inputs [1]" in refused(send(url, input=["a", "b"], encoding_format=form), 500)["message"]
+        assert send(url, input="a", encoding_format=form).status_code == 200
+
+
 def test_requests_that_wait_are_bounded_embedded_together_and_ended_by_a_stop():
     Slow.gate.clear()
     embedder, answers = Slow(**vars(make_embedder())), []
