@@ -89,7 +89,7 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
             raise ValueError(f"--api-key-env {args.api_key_env}: this variable is not set, or is empty")
     try:
         from jattn.serve import ServerOptions, serve
-        from jattn.serve.server import bind, listen
+        from jattn.serve.server import backlog_of, bind, listen
     except ImportError as error:
         raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
     name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
@@ -104,6 +104,7 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
     )
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     with _exit_0_on_sigterm():
+        backlog_of(server.max_connections)
         sockets = bind(args.host, args.port)  # before the model loads, so that a port in use is reported at once
         if options.serves_embeddings(args):
             served: Embedder | Engine = options.make_embedder(args)

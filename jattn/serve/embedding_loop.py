@@ -129,7 +129,7 @@ class EmbeddingLoop:
             rows = self.embedder.pooled([row for body in bodies for row in body.rows])
         except Exception as error:
             if len(bodies) > 1:
-                log.warning("%d requests could not be embedded together, each is embedded alone: %s", len(bodies), error)
+                log.warning("%d requests could not be embedded together, now each alone: %s", len(bodies), error)
                 for body in bodies:
                     self._embed([body])
                 return

@@ -1,6 +1,7 @@
 """Runs the application under uvicorn until a signal, or until the engine breaks."""
 
 import asyncio
+import contextlib
 import errno
 import functools
 import socket
@@ -23,7 +24,10 @@ FLUSH_SECONDS = 5
 
 
 BACKLOG = 2048
-"""Connections that may wait to be accepted: uvicorn's number."""
+"""Connections that may wait to be accepted, and the most that asyncio accepts in one go: uvicorn's number."""
+
+SPARE_FILES = 64
+"""Files that a server has open besides its connections."""
 
 
 class Server(uvicorn.Server):
@@ -91,6 +95,7 @@ def make_server(served: Engine | Embedder, options: ServerOptions, host: str = "
         log_config=None,
         log_level="warning",
         access_log=False,
+        backlog=backlog_of(options.max_connections),
         timeout_keep_alive=options.keep_alive_timeout,  # type: ignore[arg-type]  uvicorn only passes it to call_later
         timeout_graceful_shutdown=FLUSH_SECONDS + 1,
     )
@@ -125,6 +130,32 @@ def bind(host: str, port: int) -> list[socket.socket]:
             each.close()
         raise problems[-1]
     return sockets
+
+
+def backlog_of(max_connections: int) -> int:
+    """Raise the process's limit of open files to what a server needs; returns the backlog for which it suffices.
+
+    ValueError if it does not even suffice for the connections. When accept() fails for want of a file, asyncio logs a
+    traceback for each place in the backlog, every second, and nobody is served meanwhile.
+    """
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return BACKLOG
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = max_connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed + BACKLOG:
+        most = needed + BACKLOG if hard == resource.RLIM_INFINITY else min(needed + BACKLOG, hard)
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit than it tells
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+        if soft <= needed:
+            raise ValueError(
+                f"{max_connections=} needs {needed + 1} open files, and this process may have {soft}: raise the limit "
+                f"(ulimit -n), or take max_connections={max(soft - SPARE_FILES - 1, 1)}"
+            )
+        return min(soft - needed, BACKLOG)
+    return BACKLOG
 
 
 def listen(sockets: list[socket.socket]) -> None:

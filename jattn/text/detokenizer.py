@@ -59,8 +59,10 @@ class Detokenizer:
         return text
 
     def _add_together(self, new: Sequence[int]) -> str | None:
-        """The text that these tokens add, decoded once. None, and nothing changes, if they might give another text one by
-        one: it has an unfinished or invalid character, they change the text before them, or silent tokens are at an end.
+        """The text that these tokens add, decoded once.
+
+        None, and nothing changes, if one by one they might give another text: it has an unfinished or invalid
+        character, they change the text before them, the first of them follows silent tokens, or the last is silent.
         """
         window, text, is_whole = self._extended(new)
         if not is_whole or REPLACEMENT in text:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 
 from jattn import cli
 from jattn.cli import options
-from jattn.serve.server import bind, listen
+from jattn.serve.server import BACKLOG, SPARE_FILES, backlog_of, bind, listen
 
 
 @pytest.fixture
@@ -41,6 +42,36 @@ def test_a_port_that_is_taken_is_a_sentence_before_anything_loads(capsys, loads_
         assert cli.main(["serve", "--port", port]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jattn: ") and port in said and "in use" in said and "serving" not in said
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The limits of open files (soft, hard) of a process that has nothing but them."""
+    found = dict(limits=(100, 100))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: found["limits"])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: found.update(limits=limits))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "backlog"),
+    [
+        ((1024, 10**6), (512 + SPARE_FILES + BACKLOG, 10**6), BACKLOG),
+        ((1024, 1024), (1024, 1024), 1024 - 512 - SPARE_FILES),
+        ((256, -1), (512 + SPARE_FILES + BACKLOG, -1), BACKLOG),
+        ((10**5, 10**5), (10**5, 10**5), BACKLOG),
+        ((-1, -1), (-1, -1), BACKLOG),
+    ],
+)
+def test_a_server_may_open_a_file_for_each_connection_and_each_that_waits(limits, before, after, backlog):
+    limits["limits"] = before
+    assert (backlog_of(512), limits["limits"]) == (backlog, after)
+
+
+def test_more_connections_than_files_are_a_sentence_before_anything_loads(limits, capsys, loads_nothing):
+    assert cli.main(["serve", "--port", "0", "--max-connections", "36"]) == 2
+    assert "ulimit -n), or take max_connections=35" in capsys.readouterr().err
+    assert backlog_of(35) == 1
 
 
 def test_a_port_belongs_to_the_first_of_two_servers_that_still_load(capsys, loads_nothing):
