@@ -73,6 +73,7 @@ class LockStepEngine(Engine):
         agreed = _agree(processes, "start", start, free=("seed",) if seed is None else ())
         super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
         self._pending: list[list] = []  # commands that are not published yet
+        self._pending_ids: set[str] = set()  # of the requests that they add
 
     def _loop_of(self, make_tables: Callable[..., Tables], rule: SharedPrefixRule | None) -> StepLoop:
         self._flights = _DigestedFlights(self.runner, self.config.eos_token_ids, rule)
@@ -110,6 +111,7 @@ class LockStepEngine(Engine):
             # a wrong request gets its error here and is not published
             return super().add_request(prompt, params, request_id=id, salt=salt)
         self._pending.append(["add", id, tokens, dataclasses.asdict(params), salt])
+        self._pending_ids.add(id)
         return id
 
     @callers.one_at_a_time
@@ -148,7 +150,7 @@ class LockStepEngine(Engine):
     @interrupts.held()
     def _publish(self, command: list) -> list[RequestOutput]:
         """Publish what is pending and this command, and run them."""
-        commands, self._pending = [*self._pending, command], []
+        commands, self._pending, self._pending_ids = [*self._pending, command], [], set()
         self.processes.publish(commands)
         return [output for each in commands for output in self._run(*each)]
 
@@ -156,7 +158,7 @@ class LockStepEngine(Engine):
         return super()._is_taken(id) or self._is_pending(id)
 
     def _is_pending(self, id: str) -> bool:
-        return any(command[:2] == ["add", id] for command in self._pending)
+        return id in self._pending_ids
 
     def _must_lead(self, method: str) -> None:
         if not self.processes.leads:

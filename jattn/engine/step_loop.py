@@ -32,7 +32,8 @@ class StepLoop:
         self.tables = make_tables()
         self.scheduler = data_ranks.scheduler_of(limits, self.tables)
         self.requests, self.counters = LiveRequests(), Stats()
-        self.outputs: list[RequestOutput] = []  # not returned yet
+        self.outputs: list[RequestOutput] = []  # not returned yet; it grows, or another list takes its place
+        self._ids = _Ids(self.outputs)
         self._late_aborts: list[Request] = []  # a tokenizer aborted them while text was read
         self.flights = flights
         self._plan: StepPlan | None = None  # of the dispatch that is being sent or read
@@ -60,7 +61,9 @@ class StepLoop:
 
     def knows(self, request_id: str) -> bool:
         """Is there a request with this id, or an output of it that was not returned yet?"""
-        return request_id in self.requests or any(output.id == request_id for output in self.outputs)
+        if self._ids.outputs is not self.outputs:
+            self._ids = _Ids(self.outputs)
+        return request_id in self.requests or request_id in self._ids.known()
 
     def add(self, request: Request) -> None:
         """Queue the sequences of a request."""
@@ -193,3 +196,18 @@ class StepLoop:
         if new_caches:
             self.runner.renew_caches()
         return outputs
+
+
+class _Ids:
+    """The ids of a list of outputs that grows: each output is looked at once. There may be 100,000 refusals in it."""
+
+    def __init__(self, outputs: list[RequestOutput]):
+        self.outputs = outputs
+        self._known: set[str] = set()
+        self._num_seen = 0
+
+    def known(self) -> set[str]:
+        """The ids of all outputs in the list now."""
+        self._known.update(output.id for output in self.outputs[self._num_seen :])
+        self._num_seen = len(self.outputs)
+        return self._known

@@ -1,6 +1,7 @@
 """The forms of prompts and options. Each request gets its own output, and each output is returned once."""
 
 import re
+import time
 
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +151,21 @@ def test_what_a_tokenizer_gives_wrongly_fails_its_request_alone(wrap, words):
     served = engine(tokenizer=Encoding(wrap))
     wrong, good = served.generate(["\5\6\7", [5, 6]], SamplingParams(max_tokens=2, **GREEDY))
     assert re.search(words, wrong.error) and good.token_ids == answer([5, 6], 2)
+
+
+def test_many_refusals_before_a_step_take_linear_time():
+    def seconds(count):
+        times = []
+        for _ in range(3):
+            served = engine()
+            begin = time.perf_counter()
+            for _ in range(count):
+                served.add_request([])
+            times.append(time.perf_counter() - begin)
+            assert len(served.step()) == count
+        return min(times)
+
+    assert seconds(6400) < 9 * seconds(1600), "16 times as long if it is quadratic"
 
 
 def test_ids_are_text_and_never_meet():
