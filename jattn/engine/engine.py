@@ -185,12 +185,14 @@ class Engine:
                 id = self._new_id()
                 mine[id] = None  # before add_request, so that it is aborted after an interrupt
                 self.add_request(prompt, each, request_id=id)
-            while None in mine.values():
+            unfinished = set(mine)
+            while unfinished:
                 for output in self.step():
                     if output.id not in mine:
                         others[output.id] = output
                     elif output.finished:
                         mine[output.id] = output
+                        unfinished.discard(output.id)
         finally:
             with interrupts.held():
                 for id in [id for id, output in mine.items() if output is None]:

@@ -168,6 +168,26 @@ def test_many_refusals_before_a_step_take_linear_time():
     assert seconds(6400) < 9 * seconds(1600), "16 times as long if it is quadratic"
 
 
+def test_generate_takes_linear_time_where_each_step_ends_one_request(monkeypatch):
+    def seconds(count):
+        times = []
+        for _ in range(3):
+            served = engine()
+            whole, outputs = served.step, []
+
+            def step(whole=whole, outputs=outputs):
+                outputs += reversed(whole())
+                return [outputs.pop()]
+
+            monkeypatch.setattr(served, "step", step)
+            begin = time.perf_counter()
+            assert len(served.generate([[]] * count)) == count
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    assert seconds(8000) < 6.5 * seconds(2000), "16 times as long if it is quadratic"
+
+
 def test_ids_are_text_and_never_meet():
     served, params = engine(), SamplingParams(max_tokens=3, **GREEDY)
     assert served.add_request([5], params, request_id="request-1") == "request-1"
