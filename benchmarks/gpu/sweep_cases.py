@@ -37,6 +37,8 @@ MODELS = {  # heads, kv heads, head_dim, v_head_dim, soft cap, window
 EIGHT_BITS = ("llama8b", "qwen30b_a3b", "gpt_oss", "llama70b_tp8", "gemma3_12b")
 MIXED = ((1, 4096),) * 32 + ((2048, 2048), (2048, 6144))
 SHORT_MIXED = tuple((1, 100 + 41 * i % 900) for i in range(60)) + ((700, 700), (300, 1500))
+LONG_MIXED = tuple((1, n) for n in (900, 16000, 3000, 30000, 700, 12000, 5000, 8000) * 4)
+LONG_MIXED += ((512, 9000), (512, 512), (1024, 3000))
 TINY = tuple((1, 50 + 37 * i % 751) for i in range(512))
 PROMPTS = tuple((n, n) for n in (3001, 517, 1800, 64, 2222, 130, 905, 4000))
 
@@ -107,6 +109,14 @@ CLASSES: tuple[tuple[Any, ...], ...] = (  # name, model, lengths, page[, 8 bits[
     ("mixed_short", "llama8b", SHORT_MIXED, 16),
     ("mixed_short_d64", "gpt_oss", SHORT_MIXED, 16),
     ("mixed_tp8", "llama70b_tp8", MIXED, 16),
+    ("mixed_short_fp8", "llama8b", SHORT_MIXED, 16, True),
+    ("mixed_tp8_fp8", "llama70b_tp8", MIXED, 16, True),
+    ("mixed_d64_fp8", "gpt_oss", MIXED, 16, True),
+    ("mixed_g8_fp8", "qwen30b_a3b", MIXED, 32, True),
+    ("mixed_long_fp8", "llama8b", LONG_MIXED, 64, True),
+    ("mixed_spec_fp8", "llama8b", ((3, 4096),) * 32 + MIXED[32:], 16, True),
+    ("pre_ragged_fp8", "llama8b", PROMPTS, 16, True),
+    ("pre_1x4k_d64_fp8", "gpt_oss", prompt(4096), 16, True),
     ("spec_4_of_32x2k", "llama8b", tuple((4, n) for _, n in decodes(32, 2000)), 16),
     ("spec_9_of_16x3k_d64", "gpt_oss", tuple((9, n) for _, n in decodes(16, 3000)), 16),
     ("spec_2_of_128x500", "qwen7b", tuple((2, n) for _, n in decodes(128, 500)), 16),

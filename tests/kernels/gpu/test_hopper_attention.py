@@ -82,7 +82,9 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
         ONE | BESIDE | dict(kv_dtype="float8_e5m2", token_scales=True, num_heads=24, narrow_rows=16, num_ctas=2,
                             page_size=128), {}
     ),
-    "decodes only, int8, narrow beside long": (DECODES, ONE | INT8 | BESIDE | dict(long_tiles=True, flat_list=False), {}),
+    "decodes only, int8, narrow beside long": (
+        DECODES, ONE | INT8 | BESIDE | dict(long_tiles=True, flat_list=False), {}
+    ),
     "narrow, loading its queries": (DECODES, ONE | dict(q_buffers=1), {}),
     "narrow, two pipelines, loading their queries": (DECODES, TWO | dict(q_buffers=1), {}),
     "mixed, two pipelines, loading their queries": (MIXED, TWO | dict(q_buffers=1), {}),

@@ -51,7 +51,7 @@ CASES = {
     "NHD": dict(layout="NHD"),
     "decode only": dict(long_tiles=False),
     "queries loaded by those who compute": dict(q_buffers=1),
-    "decode, queries loaded by those who compute": dict(q_buffers=1, long_tiles=False, flat_list=True, whole_units=True),
+    "decode, queries loaded by them too": dict(q_buffers=1, long_tiles=False, flat_list=True, whole_units=True),
     **{f"group {h}/{k}": dict(num_heads=h, num_kv_heads=k) for h, k in ((8, 8), (14, 2), (64, 1))},
     **{f"page {s}": dict(page_size=s) for s in (8, 24, 48, 64, 128, 256)},
     **{f"kv {t}": dict(kv_dtype=t) for t in ("float8_e4m3fn", "float8_e5m2", "int8")},
