@@ -59,9 +59,7 @@ class Refs:
     v_stored_full: object = None
     k_stored_free: object = None  # barriers of k_stored; one arrival, or those of k_free
     v_stored_free: object = None
-    q_full: object = (
-        None  # barriers of the boxes: a piece's numbers are there, and its queries unless loads_queries
-    )
+    q_full: object = None  # barriers of the boxes: a piece's numbers are there, and its queries unless loads_queries
     q_free: object = None
     turn: object = None  # barriers, one for each of three compute warpgroups: its turn on the tensor cores; None: two
     compute_barrier: object = None  # of all compute warpgroups: exchange of states, and turns of two
