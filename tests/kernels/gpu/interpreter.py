@@ -1,8 +1,9 @@
 """JAX's interpreter of Mosaic GPU kernels, with three additions: run_state, wgmma operands in registers, inline PTX.
 
 `interpreted()` is a context in which plgpu.kernel runs on the CPU: threads, shared memory, barriers and TMA by JAX's
-own model, which also finds races. A function of inline PTX is replaced by a numpy function, see PTX; one that is not
-listed there raises KeyError.
+own model. A function of inline PTX is replaced by a numpy function, see PTX; one that is not listed there raises
+KeyError. With detect_races=True, accesses of two warpgroups, or of one and TMA, that no barrier orders fail: see
+_check_races.
 """
 
 import contextlib
@@ -33,12 +34,43 @@ _LOCK = threading.Lock()  # a function of inline PTX reads and writes its Refs a
 def interpreted(**params):
     """Kernels traced in this context run in JAX's interpreter."""
     _COPIES.clear()
-    with mock.patch.object(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret):
+    with (
+        mock.patch.object(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret),
+        mock.patch.object(gpu_callbacks, "wgmma", _multiply),
+    ):
         with force_gpu_interpret_mode(InterpretGPUParams(**params)):
             yield
 
 
-_original = jaxpr_interpret.JaxprInterpreter.interpret
+_original, _original_wgmma = jaxpr_interpret.JaxprInterpreter.interpret, gpu_callbacks.wgmma
+WRITERS = ("convert", "load_rows", "put_block", "put_numbers")
+"""Functions of inline PTX that write all of the last Ref that they are given. Others read theirs, or write only parts
+of their own, so that two of them may have one Ref at a time."""
+
+
+def _check_races(thread, places, writes: bool = False, by_tensor_cores: bool = False):
+    """Fails if another thread may access one of these places meanwhile, or a member beside it of a RefUnion, and one of
+    the two writes. writes: the last place. Does nothing without detect_races=True."""
+    memory = gpu_callbacks._get_shared_memory()
+    if not memory.detect_races:
+        return
+    clock, races = memory.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
+    if by_tensor_cores:  # between their accesses and those of TMA there need be no fence
+        memory.commit_smem(thread)
+    for n, place in enumerate(places, 1):
+        check = races.check_write if writes and n == len(places) else races.check_read
+        check(thread, clock, *place, source_info=None)
+
+
+@gpu_callbacks.fail_on_exception
+def _multiply(*, thread, **operands):
+    memory, places = gpu_callbacks._get_shared_memory(), []
+    for name in "ab":
+        key = gpu_callbacks.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
+        steps = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(operands[f"{name}_transforms"]))
+        places.append((key, memory.access(key, steps)))
+    _check_races(thread, places, by_tensor_cores=True)
+    return _original_wgmma(thread=thread, **operands)
 
 
 def _interpret(self, jaxpr, token, *args):
@@ -138,6 +170,9 @@ def _inline(self, eqn, token, values):
                 steps = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(where)) if ref else None
                 places.append((key, memory.access(key, steps)) if ref else None)
             log = dict(logging_info=shared_memory.GPULoggingInfo(location, thread, None))
+            if name == "end_reads":
+                memory.commit_smem(thread)
+            _check_races(thread, [place for place in places if place], writes=name in WRITERS)
             arrays = [
                 np.array(memory.get_buffer_content(*place, thread, **log)[0] if place else arg)
                 for place, arg in zip(places, args, strict=True)

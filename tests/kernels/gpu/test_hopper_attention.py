@@ -137,11 +137,11 @@ def config_of(lengths, fields):
     return dataclasses.replace(config, merges_inside=inside)
 
 
-def compare(lengths, fields, options, pads=5):
+def compare(lengths, fields, options, pads=5, **interpreter):
     """Compares Hopper's kernel with the oracle."""
     config = config_of(lengths, fields)
     assert not supports(config)
-    compare_config(config, lengths, options, pads)
+    compare_config(config, lengths, options, pads, **interpreter)
 
 
 @pytest.mark.skipif(not INTERPRETS, reason=WHY)
@@ -154,3 +154,20 @@ def test_is_attention(name):
 @pytest.mark.slow
 def test_a_tile_of_padding_has_more_rows_than_those_of_any_request():
     compare(*CASES["narrow, two pipelines"], pads=70)
+
+
+RACES = {
+    "two rings in one memory": BESIDE | dict(kv_dtype="float8_e5m2", token_scales=True, page_size=16, stages=1),
+    "warpgroups that load their queries": dict(q_buffers=1),
+    "queries loaded for them": dict(kv_dtype="int8", page_size=16),
+}
+
+
+@pytest.mark.skipif(not INTERPRETS, reason=WHY)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RACES)
+def test_no_two_warpgroups_use_memory_that_one_of_them_writes(name):
+    """Pieces in the order of their lengths: long, narrow or short, long, narrow or short, short, by one CTA."""
+    lengths = (40, 200), (1, 300), (40, 90), (1, 130), (10, 20)
+    small = dict(num_heads=2, num_kv_heads=1, head_dim=32, v_head_dim=32, num_ctas=1, whole_units=True)
+    compare(lengths, ONE | small | RACES[name], {}, detect_races=True)

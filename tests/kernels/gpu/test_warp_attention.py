@@ -180,8 +180,8 @@ def compare(lengths, fields, options, pads=5, rows=None):
     compare_config(config, lengths, options, pads)
 
 
-def compare_config(config, lengths, options, pads=5):
-    """Runs the config's kernel in the interpreter and compares it with the oracle."""
+def compare_config(config, lengths, options, pads=5, **interpreter):
+    """Runs the config's kernel in the interpreter, with these parameters of it, and compares it with the oracle."""
     from tests.kernels.gpu.interpreter import interpreted
 
     args, (starts, seqs), (keys, values), scale_pools = make_batch(lengths, config, pads)
@@ -193,7 +193,7 @@ def compare_config(config, lengths, options, pads=5):
             extra[argument] = jnp.asarray(options[name], jnp.float32)
     if config.merges_inside:
         extra["counters"] = jnp.zeros(config.workers, jnp.int32)
-    with interpreted():
+    with interpreted(**interpreter):
         work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config)
         out, lse = (np.asarray(x, np.float64) for x in ragged_paged_attention(*args, work, config, **extra))
     end = starts[-1]
