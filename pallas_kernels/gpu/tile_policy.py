@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.tuning import read_rows, table_path
 
@@ -113,8 +113,8 @@ def make_config(**fields) -> GpuKernelConfig:
 
 
 def _is_few(request: TileRequest) -> bool:
-    """True if no tile has more rows than one warpgroup takes."""
-    return request.rows is not None and request.rows <= WARPGROUP_ROWS
+    """True if no tile has more rows than one warpgroup takes, or than the caller's narrow tiles."""
+    return request.rows is not None and request.rows <= request.config.few_rows
 
 
 def _narrow_rows(request: TileRequest) -> int:
@@ -130,8 +130,10 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
     config = request.config
     if request.rows is None:
         return {}
-    few, keys = _is_few(request), _most_keys(request)
-    chosen: dict[str, Any] = {"long_tiles": not few}
+    needs_long = config.weights_first or config.computing == 3  # at this place only if the caller says so
+    few, keys = _is_few(request) and not needs_long, _most_keys(request)
+    long_tiles = _with(request, long_tiles=not few).long_tiles
+    chosen: dict[str, Any] = {"long_tiles": long_tiles}
     if narrow_rows := _narrow_rows(request):
         narrow = _with(request, long_tiles=False, narrow_rows=narrow_rows, block_kv=128, q_buffers=1)
         few_units = not config.quantised and 0 < _units(request) < config.num_ctas  # then one stage is enough
@@ -140,7 +142,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
             chosen["narrow_rows"] = narrow_rows
     block = 128 if "narrow_rows" in chosen else 64
     is_counted = keys is None or _can_be_counted(request, keys, block, config.num_ctas)  # else the ranked list
-    return chosen | {"flat_list": FLAT_LIST and few and is_counted}
+    return chosen | {"flat_list": FLAT_LIST and not long_tiles and is_counted}
 
 
 def _with(request: TileRequest, config: GpuKernelConfig | None = None, **fields) -> GpuKernelConfig:
@@ -161,7 +163,8 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
         useful = keys is not None and _can_be_counted(request, keys, 64, 2 * config.num_ctas)
         useful = useful and _units(request) >= UNITS_PER_CTA * config.num_ctas
         useful = useful and (config.head_dim <= 128 or (keys or 0) <= SMALL_BLOCK_KEYS)
-    if not useful:
+    only_narrow = "narrow_rows" in request.decided and config.narrow_rows > 0  # then a pipeline has no other tiles
+    if not useful or (only_narrow and not _is_few(request)):
         return {}
     narrow = _narrow_rows(request)
     buffers = 1 if config.head_dim > 192 else 2
@@ -235,7 +238,8 @@ def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
     if most <= (WHOLE_KEYS if few else WHOLE_KEYS_OF_MANY_ROWS):
         chosen["whole_units"] = True
     stages = _stages_that_fit(config, 64, most=5)
-    if few and most <= SMALL_BLOCK_KEYS and not (config.quantised or config.narrow_rows) and stages >= 2:
+    is_free = "block_kv" not in request.decided or config.block_kv == 64
+    if few and is_free and most <= SMALL_BLOCK_KEYS and not (config.quantised or config.narrow_rows) and stages >= 2:
         chosen |= {"block_kv": 64, "stages": stages}
     return chosen
 
@@ -293,7 +297,9 @@ def measured_tiles(request: TileRequest) -> dict[str, Any]:
     if c.token_scales or c.compute_dtype is not None:  # not measured
         return {}
     kind = "narrow" if not c.has_short_tiles else "few" if _is_few(request) else "long"
-    return measured_table(request.card).get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
+    measured = measured_table(request.card).get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})
+    given = measured.keys() & request.decided
+    return measured if all(getattr(c, name) == measured[name] for name in given) else {}
 
 
 def largest_tiles(request: TileRequest) -> dict[str, Any]:
@@ -301,13 +307,17 @@ def largest_tiles(request: TileRequest) -> dict[str, Any]:
 
     Blocks have 128 or 64 keys, in at most 3 stages. A block of narrow tiles always has 128 keys, in at most 4 stages.
     """
-    config = request.config
+    config, decided = request.config, request.decided
     blocks, most = (128, 64), 3
     if not config.has_short_tiles:
         blocks, most = (128,), 4
-    stages = {block: _stages_that_fit(config, block, most) for block in blocks}
-    block = next((block for block in blocks if stages[block] >= 2), blocks[-1])
-    return {"block_kv": block, "stages": max(stages[block], 1)}  # where not even one fits, supports.py refuses
+    if "block_kv" in decided:
+        blocks = (config.block_kv,)
+    wanted = config.stages if "stages" in decided else 2
+    stages = {block: _stages_that_fit(config, block, max(most, wanted)) for block in blocks}
+    block = next((block for block in blocks if stages[block] >= wanted), blocks[-1])
+    each = stages[block] // config.pipelines  # where not even one fits, supports.py refuses
+    return {"block_kv": block, "stages": max(each, 1) * config.pipelines}
 
 
 def narrow_beside_long(request: TileRequest) -> dict[str, Any]:

@@ -184,12 +184,28 @@ def test_pipelines_where_there_are_many_units_of_few_rows_or_keys(fields, pipeli
         dict(rows=4, requests=1000, keys=4096, kv_dtype="int8", narrow_rows=0),
         dict(rows=4, requests=1000, keys=200, head_dim=256, v_head_dim=256, narrow_rows=0),
         dict(rows=4, logits=LogitRule(scale=0.1, soft_cap=30.0), fixed_max=True, cap_fourths=1),
+        dict(rows=4, requests=9, keys=4096, long_tiles=True),
+        dict(rows=4, weights_first=True),
+        dict(rows=32, computing=3, head_dim=64, v_head_dim=64),
+        dict(rows=12, requests=9, keys=4096, block_kv=256),
+        dict(rows=4, requests=9, keys=321, head_dim=64, v_head_dim=32, num_heads=4096, num_kv_heads=32, block_kv=256),
+        dict(stages=3, kv_dtype="int8"),
     ],
 )
 def test_what_the_caller_gives_is_kept_beside_choices_that_fit_it(given):
     config = default_config(**SHAPE | given)
     assert not supports(config)
     assert all(getattr(config, name) == value for name, value in given.items() if hasattr(config, name))
+
+
+@pytest.mark.parametrize("keys", [None, 200, 4096])
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_a_callers_narrow_tiles_leave_no_row_of_a_request_without_a_tile(kv_dtype, keys):
+    """Tiles of more rows are computed only by a kernel with long tiles; else they count as padding."""
+    given = dict(narrow_rows=8, kv_dtype=kv_dtype)
+    for rows in (9, 32, 200, None):
+        assert default_config(**SHAPE | given, rows=rows, keys=keys, requests=1000).has_long_tiles
+    assert not default_config(**SHAPE | given, rows=8, keys=keys, requests=1000).has_long_tiles
 
 
 @pytest.mark.parametrize(
