@@ -1,4 +1,4 @@
-"""The buffers of a piece's numbers: nothing is read from one after the memory warpgroup may overwrite it."""
+"""What the interpreter does not see: buffers of a piece's numbers and queries, which many threads share."""
 
 from unittest import mock
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import paged_attention_sm90 as attention
+from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu.pieces_sm90 import Piece
 from pallas_kernels.gpu.tile_policy import default_config
 
@@ -42,3 +43,17 @@ def test_a_piece_is_not_read_after_its_buffer_was_given_back():
     ):
         jax.make_jaxpr(lambda: attention._compute(default_config(rows=None, **sizes), Anything(), jnp.int32(0)))()
     assert "read" in seen and seen.index("given back") == len(seen) - 1
+
+
+def test_a_warpgroups_own_queries_come_after_all_its_rows_are_stored_and_before_its_products():
+    """The interpreter runs a warpgroup as one thread, and a copy of rows at once."""
+    seen = []
+    says = lambda name: lambda *args, **kwargs: seen.append(name)
+    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=64, kv_dtype="bfloat16")
+    with (
+        mock.patch.multiple(tiles.rows, sync_warpgroup=says("sync"), await_rows=says("await")),
+        mock.patch.object(tiles, "load_queries", says("load")),
+        mock.patch.object(tiles.plgpu, "commit_smem", says("commit")),
+    ):
+        tiles._queries(default_config(q_buffers=1, **sizes), Anything(), Anything(), 0, "stage", 0)
+    assert seen == ["sync", "load", "await", "commit"]
