@@ -213,7 +213,8 @@ def test_a_callers_narrow_tiles_leave_no_row_of_a_request_without_a_tile(kv_dtyp
     [
         (dict(), 2),
         (dict(head_dim=256, v_head_dim=256), 1),
-        (dict(rows=4, requests=8, keys=600), 1),  # narrow
+        (dict(rows=4), 1),  # narrow
+        (dict(rows=4, requests=8, keys=600), 1),
         (dict(rows=4, requests=512, keys=800), 2),  # two pipelines
         (dict(rows=4, requests=512, keys=800, head_dim=256, v_head_dim=256), 1),
         (dict(rows=2048, requests=1, keys=512), 1),  # 128 units for 132 CTAs
@@ -246,6 +247,21 @@ def test_narrow_tiles_beside_long_ones_over_an_8_bit_cache(fields, narrow):
     config = default_config(**SHAPE | fields)
     assert not supports(config)
     assert (config.long_tiles, config.narrow_rows) == (True, narrow)
+
+
+@pytest.mark.parametrize(
+    ("fields", "cost"),
+    [
+        (dict(), 11),
+        (dict(kv_dtype="int8"), 22),
+        (dict(kv_dtype="int8", head_dim=256, v_head_dim=256), 22),
+        (dict(kv_dtype="int8", rows=4), 11),
+        (dict(kv_dtype="int8", rows=32), 11),
+        (dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), 11),
+    ],
+)
+def test_a_unit_costs_more_where_long_tiles_are_converted(fields, cost):
+    assert default_config(**SHAPE | fields).unit_cost == cost
 
 
 @pytest.mark.parametrize(

@@ -350,10 +350,13 @@ def test_every_other_cta_walks_backward_where_many_decodes_meet_a_prefill(batch,
     assert cta[:, wl.BACKWARD].tolist() == [me % 2 * mixed for me in range(132)]
 
 
-@pytest.mark.parametrize("together", [0, 2])
-@pytest.mark.parametrize("batch", ["decode", "one long", "ragged", "prefill"])
-def test_load_is_even(batch, together):
-    config, *_, info, cta, _ = make(BATCHES[batch], RULES["causal"], together=together)
+LOADS = [(name, n, 11) for name in ("decode", "one long", "ragged", "prefill") for n in (0, 2)]
+
+
+@pytest.mark.parametrize(("batch", "together", "unit_cost"), [*LOADS, ("few long", 0, 22)])
+def test_load_is_even(batch, together, unit_cost):
+    lengths = (BATCHES | {"few long": [(1, 100)] * 200 + [(1, 12800)] * 8})[batch]
+    config, *_, info, cta, _ = make(lengths, RULES["causal"], together=together, unit_cost=unit_cost)
     load = []
     for me in range(config.workers):
         total = 0
