@@ -159,6 +159,7 @@ def test_a_tile_of_padding_has_more_rows_than_those_of_any_request():
 RACES = {
     "two rings in one memory": BESIDE | dict(kv_dtype="float8_e5m2", token_scales=True, page_size=16, stages=1),
     "warpgroups that load their queries": dict(q_buffers=1),
+    "two pipelines": TWO | dict(q_buffers=1),
     "queries loaded for them": dict(kv_dtype="int8", page_size=16),
 }
 
