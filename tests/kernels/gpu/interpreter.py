@@ -3,7 +3,7 @@
 `interpreted()` is a context in which plgpu.kernel runs on the CPU: threads, shared memory, barriers and TMA by JAX's
 own model. A function of inline PTX is replaced by a numpy function, see PTX; one that is not listed there raises
 KeyError. With detect_races=True, accesses of two warpgroups, or of one and TMA, that no barrier orders fail: see
-_check_races.
+interpreter_races.py.
 """
 
 import contextlib
@@ -24,7 +24,8 @@ from jax._src.state.types import AbstractRef
 from jattn.ops import quantised
 from pallas_kernels.gpu import softmax_sm90 as softmax
 from tests.kernels.gpu.interpreter_eight_bits import PTX_OF_EIGHT_BITS
-from tests.kernels.gpu.interpreter_parts import PTX_OF_PARTS, flat_rows
+from tests.kernels.gpu.interpreter_parts import PTX_OF_PARTS, flat_rows, warp_rows
+from tests.kernels.gpu.interpreter_races import WRITERS, check_races, multiply
 
 _COPIES = {}  # of each CTA: groups of copies (where to, array) that are not waited for; the last group is open
 _LOCK = threading.Lock()  # a function of inline PTX reads and writes its Refs as one step
@@ -36,41 +37,13 @@ def interpreted(**params):
     _COPIES.clear()
     with (
         mock.patch.object(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret),
-        mock.patch.object(gpu_callbacks, "wgmma", _multiply),
+        mock.patch.object(gpu_callbacks, "wgmma", multiply),
     ):
         with force_gpu_interpret_mode(InterpretGPUParams(**params)):
             yield
 
 
-_original, _original_wgmma = jaxpr_interpret.JaxprInterpreter.interpret, gpu_callbacks.wgmma
-WRITERS = ("convert", "load_rows", "put_block", "put_numbers")
-"""Functions of inline PTX that write all of the last Ref that they are given. Others read theirs, or write only parts
-of their own, so that two of them may have one Ref at a time."""
-
-
-def _check_races(thread, places, writes: bool = False, by_tensor_cores: bool = False):
-    """Fails if another thread may access one of these places meanwhile, or a member beside it of a RefUnion, and one of
-    the two writes. writes: the last place. Does nothing without detect_races=True."""
-    memory = gpu_callbacks._get_shared_memory()
-    if not memory.detect_races:
-        return
-    clock, races = memory.incr_clock(thread).generic_clock, gpu_callbacks.get_races()
-    if by_tensor_cores:  # between their accesses and those of TMA there need be no fence
-        memory.commit_smem(thread)
-    for n, place in enumerate(places, 1):
-        check = races.check_write if writes and n == len(places) else races.check_read
-        check(thread, clock, *place, source_info=None)
-
-
-@gpu_callbacks.fail_on_exception
-def _multiply(*, thread, **operands):
-    memory, places = gpu_callbacks._get_shared_memory(), []
-    for name in "ab":
-        key = gpu_callbacks.HostAllocationKey.from_array(operands[f"{name}_allocation_key_as_array"])
-        steps = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(operands[f"{name}_transforms"]))
-        places.append((key, memory.access(key, steps)))
-    _check_races(thread, places, by_tensor_cores=True)
-    return _original_wgmma(thread=thread, **operands)
+_original = jaxpr_interpret.JaxprInterpreter.interpret
 
 
 def _interpret(self, jaxpr, token, *args):
@@ -172,7 +145,7 @@ def _inline(self, eqn, token, values):
             log = dict(logging_info=shared_memory.GPULoggingInfo(location, thread, None))
             if name == "end_reads":
                 memory.commit_smem(thread)
-            _check_races(thread, [place for place in places if place], writes=name in WRITERS)
+            check_races(thread, [place for place in places if place], writes=name in WRITERS)
             arrays = [
                 np.array(memory.get_buffer_content(*place, thread, **log)[0] if place else arg)
                 for place, arg in zip(places, args, strict=True)
@@ -329,11 +302,6 @@ COPIES = {"copy_block": _copy_block, "copy_scales": _copy_scales}
 """The same for copies that are under way until `wait_for_copies`: from the first argument to the second."""
 
 
-def _warp_rows(array, rows8, width):
-    """The registers of a fragment that warp_mma_sm80.py passes on, as [warps, rows, width]: the order is ours."""
-    return array.reshape(4, 8 * rows8, -1)[..., :width]
-
-
 def _load_queries(closure, source, tok0, head0, row0, nrows):
     count, dim = 8 * closure["rows8"], closure["dim"]
     tokens, heads = flat_rows(closure, tok0, head0, row0, count)
@@ -352,16 +320,16 @@ def _read_queries(closure, tile):
 
 def _start_state(closure):
     acc, stats = (np.zeros(shape, np.float32) for shape in closure["shapes"])
-    _warp_rows(stats, stats.shape[1] // 8, 1)[...] = -1e38
+    warp_rows(stats, stats.shape[1] // 8, 1)[...] = -1e38
     return acc, stats
 
 
 def _put_queries(closure, tile, queries):
-    tile[:16] = _warp_rows(queries, 2, closure["dim"])[0]
+    tile[:16] = warp_rows(queries, 2, closure["dim"])[0]
 
 
 def _keys_times_queries(closure, tile, queries, first):
-    q = queries[:16] if closure["stored"] else _warp_rows(queries, closure["rows8"], closure["dim"])[0]
+    q = queries[:16] if closure["stored"] else warp_rows(queries, closure["rows8"], closure["dim"])[0]
     q = q.astype(np.float32)
     return ((tile[int(first) : int(first) + 64].astype(np.float32) @ q.T).astype(np.float32),)
 
@@ -409,48 +377,10 @@ def _put_numbers(closure, box, *numbers):
     box[: len(numbers)] = numbers
 
 
-def _put_state(closure, scratch, stats_out, acc, stats, wg):
-    n, dim = closure["n"], closure["dim"]
-    place, rows8 = slice(8 * n, 8 * n + 8), stats.shape[1] // 8
-    states = _warp_rows(acc, rows8, dim)[:, place]
-    raw, first = scratch.reshape(-1).view(np.uint8), int(wg) * states.size * 4
-    raw[first : first + states.size * 4] = np.ascontiguousarray(states, np.float32).reshape(-1).view(np.uint8)
-    stats_out[64 * int(wg) :][:64] = _warp_rows(stats, rows8, 2)[:, place].reshape(-1).view(stats_out.dtype)
-
-
-def _merge_and_store(
-    closure, scratch, stats, out, lse, part, part_lse, per_head, is_part, slot, scale, tok0, head0, row0, nrows, wg
-):
-    warps, dim, line = closure["warps"], closure["dim"], closure["line"]
-    states = np.ascontiguousarray(scratch).reshape(-1).view(np.float32)[: warps * 8 * dim].reshape(warps, 8, dim)
-    top, total = stats.view(np.float32)[: warps * 16].reshape(warps, 8, 2).transpose(2, 0, 1)
-    for mine in range(line * warps, (line + 1) * warps):
-        row = 8 * closure["n"] + mine
-        if row >= nrows:
-            continue
-        (token,), (head,) = flat_rows(closure, tok0, head0, int(row0) + row, 1)
-        m = top[:, mine].max()
-        weight = np.exp2(top[:, mine] - m)
-        denominator, seen = (weight * total[:, mine]).sum(), (weight * total[:, mine]).sum() > 0
-        value = (weight[:, None] * states[:, mine]).sum(0) * scale
-        assert not np.isnan(value).any()
-        if is_part:
-            part[int(slot), row] = value / denominator if seen else 0
-            part_lse[int(slot), row] = m + np.log2(denominator) if seen else -np.inf
-            continue
-        if closure["has_sinks"]:
-            sink = per_head[head, closure["sink_column"]] * np.log2(np.e)
-            shift = max(m, sink)
-            value, denominator = value * np.exp2(m - shift), denominator * np.exp2(m - shift) + np.exp2(sink - shift)
-            m = shift
-        out[token, head] = (value / denominator).astype(out.dtype) if seen else 0
-        lse[token, head] = (m + np.log2(denominator)) / np.log2(np.e) if seen else -np.inf
-
-
 def _add_products(closure, tile, queries, sums):
     """The queries are as _load_queries leaves them: the same for each warp."""
     dim, at, count = 16 * closure["steps"], closure["column"], tile.shape[1]
-    q = _warp_rows(queries, 2, dim)[0, :, at : at + count].astype(np.float32)
+    q = warp_rows(queries, 2, dim)[0, :, at : at + count].astype(np.float32)
     sums = sums.copy()
     sums[:, : q.shape[0]] += tile.astype(np.float32) @ q.T
     return (sums,)
@@ -599,8 +529,6 @@ PTX = _OF_OTHER_FILES | {
     "rescaled": lambda closure, acc, alpha: (acc * alpha[:, None],),
     "add_weighted_values": _add_weighted_values,
     "put_numbers": _put_numbers,
-    "put_state": _put_state,
-    "merge_and_store": _merge_and_store,
     "load_rows": _load_rows,
     "await_rows": lambda closure: None,
     "opaque": lambda closure, x: (x,),

@@ -61,8 +61,53 @@ def _store_merged(closure, per_head, out, lse, element, nrows, tok0, head0, row0
             lse[token, head] = (m + np.log2(denominator)) / np.log2(np.e) if seen else -np.inf
 
 
+def warp_rows(array, rows8, width):
+    """The registers of a fragment that warp_mma_sm80.py passes on, as [warps, rows, width]: the order is ours."""
+    return array.reshape(4, 8 * rows8, -1)[..., :width]
+
+
+def _put_state(closure, scratch, stats_out, acc, stats, wg):
+    n, dim = closure["n"], closure["dim"]
+    place, rows8 = slice(8 * n, 8 * n + 8), stats.shape[1] // 8
+    states = warp_rows(acc, rows8, dim)[:, place]
+    raw, first = scratch.reshape(-1).view(np.uint8), int(wg) * states.size * 4
+    raw[first : first + states.size * 4] = np.ascontiguousarray(states, np.float32).reshape(-1).view(np.uint8)
+    stats_out[64 * int(wg) :][:64] = warp_rows(stats, rows8, 2)[:, place].reshape(-1).view(stats_out.dtype)
+
+
+def _merge_and_store(
+    closure, scratch, stats, out, lse, part, part_lse, per_head, is_part, slot, scale, tok0, head0, row0, nrows, wg
+):
+    warps, dim, line = closure["warps"], closure["dim"], closure["line"]
+    states = np.ascontiguousarray(scratch).reshape(-1).view(np.float32)[: warps * 8 * dim].reshape(warps, 8, dim)
+    top, total = stats.view(np.float32)[: warps * 16].reshape(warps, 8, 2).transpose(2, 0, 1)
+    for mine in range(line * warps, (line + 1) * warps):
+        row = 8 * closure["n"] + mine
+        if row >= nrows:
+            continue
+        (token,), (head,) = flat_rows(closure, tok0, head0, int(row0) + row, 1)
+        m = top[:, mine].max()
+        weight = np.exp2(top[:, mine] - m)
+        denominator, seen = (weight * total[:, mine]).sum(), (weight * total[:, mine]).sum() > 0
+        value = (weight[:, None] * states[:, mine]).sum(0) * scale
+        assert not np.isnan(value).any()
+        if is_part:
+            part[int(slot), row] = value / denominator if seen else 0
+            part_lse[int(slot), row] = m + np.log2(denominator) if seen else -np.inf
+            continue
+        if closure["has_sinks"]:
+            sink = per_head[head, closure["sink_column"]] * np.log2(np.e)
+            shift = max(m, sink)
+            value, denominator = value * np.exp2(m - shift), denominator * np.exp2(m - shift) + np.exp2(sink - shift)
+            m = shift
+        out[token, head] = (value / denominator).astype(out.dtype) if seen else 0
+        lse[token, head] = (m + np.log2(denominator)) / np.log2(np.e) if seen else -np.inf
+
+
 PTX_OF_PARTS = {
     "put_fragment": _put_fragment,
+    "put_state": _put_state,
+    "merge_and_store": _merge_and_store,
     "get_fragment": _get_fragment,
     "arrive": _arrive,
     "add_parts": _add_parts,
