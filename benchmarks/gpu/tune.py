@@ -108,7 +108,7 @@ def candidates(kernel: Hopper | Warps, case: cases.KernelCase, kind: str) -> lis
 
     def refused(tiles: dict[str, int]) -> bool:
         config = check.config_of(case, **kernel.fields(tiles))
-        return (kind == "narrow" and not config.narrow_rows) or bool(config_reasons(config))
+        return (kind == "narrow" and config.has_short_tiles) or bool(config_reasons(config))
 
     first = kernel.rule(case)
     every = [tiles for tiles in kernel.every(case, kind) if tiles != first and not refused(tiles)]

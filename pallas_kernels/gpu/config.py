@@ -44,7 +44,7 @@ class GpuKernelConfig:
 
     block_kv: int = 128  # keys of one block: one step of the softmax loop
     stages: int = 2  # blocks of keys and values in shared memory
-    q_buffers: int = 2  # pieces whose queries are in shared memory; 2: the next piece's load overlaps this one
+    q_buffers: int = 2  # 2: the memory warpgroup loads the next piece's queries; 1: see loads_queries
     num_ctas: int = 132  # one on each SM of an H100 or H200
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: work_list.py decides
     short_weight: int = 4  # cost of one key block of a tile of at most WARPGROUP_ROWS rows ...
@@ -58,7 +58,7 @@ class GpuKernelConfig:
     fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
     cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
-    narrow_rows: int = 0  # 8 or 16: narrow_sm90.py computes tiles of at most so many rows; with long_tiles=False all
+    narrow_rows: int = 0  # 8 or 16: narrow_sm90.py computes tiles of at most so many rows; all, if none is long
     computing: int = 2  # warpgroups that compute, 2 or 3: each has 64 rows of a long tile, and all share a load of keys
     weights_first: bool = False  # long tiles: weights without a block's maximum (softmax_sm90.py); needs more registers
     pipelines: int = 1  # 2: each compute warpgroup has units, stages and a memory warpgroup of its own
@@ -85,8 +85,8 @@ class GpuKernelConfig:
 
     @property
     def loads_queries(self) -> bool:
-        """Does each warpgroup that computes load its own queries? With one buffer for them. A memory warpgroup would
-        wait until all have released it; so one warpgroup's end of a piece and the next one's begin overlap."""
+        """Does each computing warpgroup load its own queries? Yes with one buffer: a memory warpgroup would have to
+        wait for all of them, and the end of one piece could not overlap the begin of the next."""
         return self.q_buffers == 1
 
     @property
@@ -146,20 +146,20 @@ class GpuKernelConfig:
 
     @property
     def converted_scales(self) -> int:
-        """Blocks of converted tiles whose token scales are in shared memory: those of a block's values come with its
-        keys, when the values of the block `stages` before may still be in use."""
+        """Rows of token scales for converted tiles: one more than stages, since the scales of a block's values come
+        with its keys, while the values `stages` blocks earlier may still be in use."""
         return self.stages + 1 if self.converts_tiles else 0
 
     @property
     def scale_rows(self) -> int:
-        """The same of all tiles, narrow ones last: two rings share the memory of tiles, not of scales."""
+        """Rows of token scales in all: of converted tiles, then of narrow ones. The rings share tiles only."""
         return self.converted_scales + (self.narrow_stages if self.narrow_rows else 0)
 
     @property
     def query_dtype(self) -> str:
         """Operand type of the product of queries and keys.
 
-        Where tiles are prepared it is float16, to which 8 bits are decoded by a quarter of the instructions that
+        Where tiles are converted it is float16, to which 8 bits are decoded by a quarter of the instructions that
         bfloat16 takes. Rows of queries are multiplied by powers of two for it: queries_sm90.py.
         """
         if self.compute_dtype is not None:

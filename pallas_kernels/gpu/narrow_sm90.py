@@ -148,7 +148,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
 
     start = warps.start_state(rows8=rows8, dim=cfg.v_head_dim)
     state = loop_over_blocks(cfg, step, full_block_bounds(piece), start)
-    _merge_in_queries(cfg, refs, piece, state, wg)
+    _merge_and_store(cfg, refs, piece, state, wg)
 
 
 def merge_warps(cfg, refs: Refs, piece: Piece, state, wg, scratch, dtype: str, sync, *, count: int, shuffles=True):
@@ -173,8 +173,8 @@ def merge_warps(cfg, refs: Refs, piece: Piece, state, wg, scratch, dtype: str, s
             )  # fmt: skip
 
 
-def _merge_in_queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
-    """Merges the states of the warps in the buffer of the queries, no longer used."""
+def _merge_and_store(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
+    """Merges the states of the warps, by way of the memory of the queries, and stores the rows."""
     alone = cfg.pipelines == 2
     scratch = (queries_of(cfg, refs, piece), refs.stats.at[refs.pipeline] if alone else refs.stats)
 

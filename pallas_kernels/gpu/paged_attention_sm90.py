@@ -4,8 +4,9 @@
       _check                              arrays against the config; NotImplementedError where it is not supported
       _launch                             one CTA on each SM, three to five warpgroups (paged_attention_sm80.py: warps)
         _kernel                             allocates shared memory and barriers
-          warpgroup N: load_pages             pieces_sm90.py: queries, pages and scales into shared memory
-          warpgroup N + 1: convert_tiles      pieces_sm90.py: tiles of an 8-bit cache, for wgmma
+          warpgroup N: load_pages             pieces_sm90.py: pages into shared memory, and with two
+                                                buffers queries
+          warpgroup N + 1: convert_tiles      pieces_sm90.py: tiles of an 8-bit cache for wgmma, and scales of tokens
                        or load_scales         narrow tiles with scales of tokens
           warpgroups 0 .. N - 1: _compute     for each piece of the CTA's part of the work list (work_list.py):
             long_tile                           tiles_sm90.py: more than 64 packed rows, 64 to each warpgroup, which
@@ -237,7 +238,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]
     arrivals = [1 if own else copies + more for own, more in zip(converted, (scaled, 0), strict=True)]
     full = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=stages) for n in arrivals)
-    readers = cfg.computing // cfg.pipelines  # of a stage or a buffer
+    readers = cfg.computing // cfg.pipelines  # of a stage or a box
     free = (plgpu.Barrier(num_arrivals=readers, num_barriers=stages),) * 2
     stored = tuple(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n in (copies, 1) for count, _ in kept)
     narrow = ()
@@ -274,7 +275,8 @@ def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
     def piece_body(j, before):
         piece = receive_piece(cfg, refs, j)
         few = piece[wl.NROWS] <= (wl.SHORT_ROWS if cfg.two_rings else cfg.narrow_rows or wl.SHORT_ROWS)
-        is_short, many_rows = few, long_tile if cfg.has_long_tiles else blank_tile  # else only padding has many rows
+        is_short = few
+        many_rows = long_tile if cfg.has_long_tiles else blank_tile  # without long tiles only padding has many rows
         if cfg.narrow_rows:
             is_narrow = in_narrow_ring(cfg, piece) if cfg.two_rings else few
             is_short = few & jnp.logical_not(is_narrow)

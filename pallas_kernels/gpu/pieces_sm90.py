@@ -1,4 +1,5 @@
-"""The pieces of one CTA, and the memory warpgroup, which fetches their queries, keys and values ahead of use."""
+"""The pieces of one CTA, and the warpgroups beside those that compute: one fetches keys, values and, with two buffers,
+queries ahead of use; another converts tiles or loads scales."""
 
 import dataclasses
 import functools
@@ -68,8 +69,8 @@ class Refs:
     pipeline: object = 0  # which pipeline of the CTA this warpgroup belongs to
     k_narrow: object = None  # SMEM [narrow_stages, block_kv, D]: k_tile itself, or with two rings the same memory
     v_narrow: object = None
-    k_narrow_full: object = None  # barriers of k_narrow: those of k_tile, or with two rings its own, one arrival a page
-    v_narrow_full: object = None  # and one of the converting warpgroup
+    k_narrow_full: object = None  # barriers of k_narrow: those of k_tile, or with two rings its own: an arrival a copy,
+    v_narrow_full: object = None  # and another of the converting warpgroup
     k_narrow_free: object = None
     v_narrow_free: object = None
 
@@ -150,11 +151,11 @@ def queries_of(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
 
 
 def in_narrow_ring(cfg: GpuKernelConfig, piece: Piece):
-    """With two rings: are the piece's keys and values in the ring of narrow tiles?
+    """With two rings: is it a narrow tile, whose keys and values are in the ring of those?
 
-    The two rings share their memory. So the first keys of a narrow piece are asked for when all earlier pieces are
-    released, if the one before was not narrow, too; and the first tile after a narrow piece is converted when all
-    blocks of the narrow ring are free.
+    The rings share their memory. Before a narrow piece that follows one of another kind, the memory warpgroup waits
+    until all earlier pieces are released. Before a tile after a narrow piece, the converting warpgroup waits until the
+    narrow ring is free.
     """
     return piece[wl.NROWS] <= cfg.narrow_rows
 
@@ -386,7 +387,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
 
     def convert_piece(j, carry):
         before, freed = carry if cfg.two_rings else (carry, None)
-        piece = piece_from_list(cfg, refs, j)  # not from its buffer: it may convert before the queries have one
+        piece = piece_from_list(cfg, refs, j)  # not from its box: tiles are converted before the piece has one
         first_key, head, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[HEAD], piece[wl.REQ]
         kind = dict(block=cfg.block_kv, page=cfg.page_size)
 

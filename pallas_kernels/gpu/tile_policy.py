@@ -24,8 +24,8 @@ NARROW_ROWS_16BIT, NARROW_ROWS_8BIT = 8, 16
 """Requests of at most so many rows have narrow tiles. Of 16 rows in 16 bits they take 2 % longer than wgmma's."""
 
 UNIT_COST_CONVERTED = 22
-"""What a unit costs besides its blocks (GpuKernelConfig.unit_cost) where tiles are converted: of 8 heads on
-one kv head, 32 decodes and two prompts over float8 take 113, with 11 134."""
+"""What a unit costs besides its blocks (GpuKernelConfig.unit_cost) where tiles are converted: 32 decodes
+and two prompts of 8 heads on one kv head over float8 take 113, with 11 134."""
 
 UNITS_PER_CTA = 3
 """From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of
@@ -56,15 +56,16 @@ CAP_FOURTHS, CAP_FOURTHS_WIDE = 1, 0
 score, pre_1x4k took 234 with 0, 239 with 1, 247 with 2."""
 
 WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
-"""A unit of at most so many keys is not cut: 8 decodes of 600 keys take 11.2, cut 15.1; pre_1x1k takes 23.9, with a
-launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows that are not narrow have blocks of 64 keys."""
+"""A unit of at most so many keys is not cut (in tiles of wgmma, 2026-11-24): 8 decodes of 600 keys take 11.2, cut 15.1;
+pre_1x1k takes 23.9, with a launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows that are not narrow
+have blocks of 64 keys."""
 
 THREE_COMPUTE_DIM, FEW_REQUESTS, UNITS_OF_THREE = 64, 8, 4
 """Three warpgroups that compute, with tiles of 192 rows, for long prompts of heads of up to THREE_COMPUTE_DIM: one of
 4096 tokens takes 280 instead of 311. Over an 8-bit cache, whose tiles are converted for more rows at a time, a prompt
-of 8192 takes 909 instead of 984; but a chunk of 512 tokens takes 473 instead of 436, and a batch with 32 decodes 548
-instead of 499. So there are few requests, and UNITS_OF_THREE units for each CTA."""
-
+of 8192 takes 909 instead of 984, and heads may have 128; but a chunk of 512 tokens takes 473 instead of 436, and a
+batch with 32 decodes 548 instead of 499. So there are few requests, and UNITS_OF_THREE units for each CTA. Measured
+before computing warpgroups loaded their own queries."""
 
 CHUNK_KEYS = 16
 """Keys for each new token of a chunk: see softmax_of_long_tiles."""
@@ -181,12 +182,13 @@ def query_buffers(request: TileRequest) -> dict[str, Any]:
 
     Two where a CTA has many pieces: pre_1x8k takes 786, with one 821. One where queries are few, so that keys are asked
     for at once (8 decodes of 600 keys take 8.8 instead of 9.6, 16 of 4096 over float8 37.6 instead of 40.4), and where
-    a head is too wide for two or for blocks of 128 beside two.
+    a head is too wide for two or for blocks of 128 beside two. One over an 8-bit cache whose tiles are converted: heads
+    of 128 have no memory for two, and of 64 a mixed batch takes 580 instead of 695.
     """
     config = request.config
     if config.head_dim > 192 or (config.narrow_rows and config.pipelines == 1) or _has_few_units(request):
         return {"q_buffers": 1}
-    if config.quantised:  # decoded blocks of 128 keys leave shared memory for one
+    if config.quantised:
         return {"q_buffers": 1} if config.compute_dtype is None and config.converts_tiles else {}
     if _stages_that_fit(config, 128, most=2) == 2:
         return {}

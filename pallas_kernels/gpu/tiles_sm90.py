@@ -265,21 +265,22 @@ def _add_weighted_values(cfg, acc, weights, v_tile, after=lambda: None):
     return pl.run_state(body)(plgpu.ACC.init(acc))
 
 
-def _queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, stage, skipped):
+def _queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, loaded, skipped):
     """(the SMEM tile of this warpgroup's queries, the logit scale: f32, or f32 (64,) by row).
 
-    stage: SMEM [64, D], where the queries are or come to: 64 rows of the piece, those after `skipped`.
+    loaded: SMEM [64, D], the queries as in q: 64 rows of the piece, those after `skipped`. If loads_queries, they come
+    there now.
     """
     scale = refs.scales[piece[HEAD], 0]
     if cfg.loads_queries:
         rows.sync_warpgroup()  # the rows of the piece before are stored
-        load_queries(cfg, refs, piece, stage, skipped)
+        load_queries(cfg, refs, piece, loaded, skipped)
         rows.await_rows()
         plgpu.commit_smem()
     if not cfg.converts_queries:
-        return stage, scale
-    tile = stage if refs.q_rounded is None else refs.q_rounded.at[wg]
-    factors = queries.convert_rows(stage, tile, dim=cfg.head_dim, target=cfg.query_dtype)
+        return loaded, scale
+    tile = loaded if refs.q_rounded is None else refs.q_rounded.at[wg]
+    factors = queries.convert_rows(loaded, tile, dim=cfg.head_dim, target=cfg.query_dtype)
     plgpu.commit_smem()
     return tile, factors * scale
 

@@ -86,7 +86,7 @@ def load_block(pool, ids, head, kv0, start, stop, *, block: int, page: int, head
 
 
 def put_block(tile, values, first: int, *, block: int):
-    """Stores what load_block gave from element `first` on of a stage's scales, SMEM f32 [2 block]."""
+    """Stores what load_block gave from element `first` on of a row of scales, SMEM f32 [2 block]."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _per_thread(THREADS)))
     def put(ctx, tile, values):
@@ -114,11 +114,11 @@ def _fragment(values, element=None):
     return fragment
 
 
-def load_per_key(tile, slot, axis: int, block: int, first=0, count: int | None = None, of=(0, 1)):
-    """Scales f32 (count,) of keys first .. of the block in a stage: of keys (0) and of values (1), or of one of them.
+def load_per_key(tile, row, axis: int, block: int, first=0, count: int | None = None, of=(0, 1)):
+    """Scales f32 (count,) of keys first .. of a row of scales: of keys (0) and of values (1), or of one of them.
 
     They broadcast along the other axis of WGMMA scores, whose `axis` runs over keys.
-    tile SMEM f32 [stages, 2 block].
+    tile SMEM f32 [rows, 2 block].
     """
     layout, count = plgpu.Layout.WGMMA.reduce(1 - axis), count or block
 
@@ -126,7 +126,7 @@ def load_per_key(tile, slot, axis: int, block: int, first=0, count: int | None =
     def read(ctx, ref):
         return FragmentedArray.load_untiled(ref, layout=layout.to_mgpu(), optimized=False)
 
-    return tuple(read(tile.at[slot, pl.ds(kind * block + first, count)]) for kind in of)
+    return tuple(read(tile.at[row, pl.ds(kind * block + first, count)]) for kind in of)
 
 
 def multiply_per_key(x, scale, axis: int):

@@ -71,8 +71,8 @@ CUTS_SHARE = 1.04
 """Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
 units of one head also pass over its keys at the same time, so that they are read into L2 once."""
 WIDE, WIDE_CUTS_SHARE = 192, 1.12
-"""The share for heads wider than that, whose queries have one buffer: a piece more costs twice as much. Ragged prompts
-of heads of 256, 1.11 times a share when whole, take 561 us, and 681 in pieces."""
+"""The share for heads wider than that. Ragged prompts of heads of 256, 1.11 times a share when whole, took 561 us, and
+681 in pieces, on 2026-11-25, when one warpgroup loaded the queries of all."""
 EVEN_SHARE = 1.06
 """Long units are cut into equal parts, one for each CTA, while the longest part has at most so many times an equal
 share. The tiles of one head then pass over its keys at the same time, so that they are read into L2 once; cut at equal

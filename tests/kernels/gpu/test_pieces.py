@@ -4,6 +4,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from pallas_kernels.gpu import paged_attention_sm90 as attention
 from pallas_kernels.gpu import tiles_sm90 as tiles
@@ -21,7 +22,10 @@ class Anything:
         return self
 
 
-def test_a_piece_is_not_read_after_its_buffer_was_given_back():
+@pytest.mark.parametrize(
+    "fields", [{}, dict(kv_dtype="int8", head_dim=128, v_head_dim=128)]
+)  # the second has two rings
+def test_a_piece_is_not_read_after_its_box_was_given_back(fields):
     """compute-sanitizer found it on a card: the blocks were counted after the arrival."""
     seen, nothing = [], lambda *args: None
 
@@ -41,11 +45,11 @@ def test_a_piece_is_not_read_after_its_buffer_was_given_back():
         mock.patch.object(attention.lax, "axis_index", lambda name: jnp.int32(0)),
         mock.patch.multiple(attention, **fakes),
     ):
-        jax.make_jaxpr(lambda: attention._compute(default_config(rows=None, **sizes), Anything(), jnp.int32(0)))()
+        jax.make_jaxpr(lambda: attention._compute(default_config(**sizes | fields), Anything(), jnp.int32(0)))()
     assert "read" in seen and seen.index("given back") == len(seen) - 1
 
 
-def test_a_warpgroups_own_queries_come_after_all_its_rows_are_stored_and_before_its_products():
+def test_a_warpgroup_meets_before_it_loads_its_queries_and_after_they_have_come():
     """The interpreter runs a warpgroup as one thread, and a copy of rows at once."""
     seen = []
     says = lambda name: lambda *args, **kwargs: seen.append(name)

@@ -224,7 +224,7 @@ def test_a_callers_narrow_tiles_leave_no_row_of_a_request_without_a_tile(kv_dtyp
         (dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), 2),
     ],
 )
-def test_one_buffer_of_queries_where_they_are_few_or_wide(fields, buffers):
+def test_one_buffer_of_queries_where_they_are_few_or_wide_or_over_8_bits(fields, buffers):
     config = default_config(**SHAPE | fields)
     assert not supports(config)
     assert config.q_buffers == buffers
