@@ -296,7 +296,7 @@ def _has_long_units(request: TileRequest) -> bool:
 def measured_tiles(request: TileRequest) -> dict[str, Any]:
     """block_kv and stages as measured by `python -m jattn bench --tune`; {} for a shape that is not in the table."""
     c = request.config
-    if c.token_scales or c.compute_dtype is not None:  # not measured
+    if c.token_scales or c.compute_dtype is not None or c.pipelines == 2:  # not measured
         return {}
     kind = "narrow" if not c.has_short_tiles else "few" if _is_few(request) else "long"
     measured = measured_table(request.card).get((c.head_dim, c.v_head_dim, c.kv_dtype, kind), {})

@@ -190,6 +190,7 @@ def test_pipelines_where_there_are_many_units_of_few_rows_or_keys(fields, pipeli
         dict(rows=12, requests=9, keys=4096, block_kv=256),
         dict(rows=4, requests=9, keys=321, head_dim=64, v_head_dim=32, num_heads=4096, num_kv_heads=32, block_kv=256),
         dict(stages=3, kv_dtype="int8"),
+        dict(rows=4, head_dim=64, v_head_dim=64, pipelines=2, block_kv=128),
     ],
 )
 def test_what_the_caller_gives_is_kept_beside_choices_that_fit_it(given):
