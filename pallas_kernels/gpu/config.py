@@ -13,6 +13,7 @@ KV_DTYPES_8BIT = (FP8, "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
 SMEM_FIXED = 2304  # bytes: row statistics, the numbers of the pieces in flight, alignment
 TOKEN_SCALE_BYTES = 8  # f32 scales of one key and its value
+PIECE_BOXES = 2  # pieces of a pipeline whose numbers are in shared memory
 MAX_FIXED_LOGIT = 80.0  # base 2
 
 
@@ -88,11 +89,6 @@ class GpuKernelConfig:
         """Does each computing warpgroup load its own queries? Yes with one buffer: a memory warpgroup would have to
         wait for all of them, and the end of one piece could not overlap the begin of the next."""
         return self.q_buffers == 1
-
-    @property
-    def piece_boxes(self) -> int:
-        """Pieces of a pipeline whose numbers are in shared memory."""
-        return 2 if self.loads_queries else self.q_buffers
 
     @property
     def few_rows(self) -> int:

@@ -21,7 +21,7 @@ from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.gather_sm90 import gather
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs, place_in_ring, queries_of, worker, zero_unseen_values
-from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, merge_if_last
+from pallas_kernels.gpu.tiles_sm90 import LOG2E, full_block_bounds, loop_over_blocks, merge_if_last, sync_warpgroups
 
 _WGMMA = plgpu.Layout.WGMMA
 _COLUMN = _WGMMA.reduce(0)
@@ -178,12 +178,7 @@ def _merge_and_store(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
     alone = cfg.pipelines == 2
     scratch = (queries_of(cfg, refs, piece), refs.stats.at[refs.pipeline] if alone else refs.stats)
 
-    def sync():
-        if alone:
-            return rows.sync_warpgroup()
-        plgpu.barrier_arrive(refs.compute_barrier)
-        plgpu.barrier_wait(refs.compute_barrier)
-
+    sync = rows.sync_warpgroup if alone else functools.partial(sync_warpgroups, refs)
     wg = jnp.int32(0) if alone else wg
     merge_warps(cfg, refs, piece, state, wg, scratch, cfg.dtype, sync, count=8 // cfg.pipelines)
     if cfg.two_rings:

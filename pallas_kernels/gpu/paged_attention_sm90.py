@@ -37,7 +37,7 @@ from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.config import PIECE_BOXES, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.merge_few_sm90 import merge_few_parts
 from pallas_kernels.gpu.merge_sm90 import merge_parts
@@ -216,7 +216,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
 
     tile = rows.smem_tiles
     block, stages = cfg.block_kv, cfg.stages
-    buffers, boxes = (count * cfg.pipelines for count in (cfg.q_buffers, cfg.piece_boxes))
+    buffers, boxes = (count * cfg.pipelines for count in (cfg.q_buffers, PIECE_BOXES))
     queries_dtype = cfg.dtype if cfg.compute_dtype else cfg.query_dtype
     dims, dtypes, shapes = (cfg.head_dim, cfg.v_head_dim), (cfg.kv_dtype,) * 2, None
     if cfg.converts_tiles:
@@ -274,7 +274,7 @@ def _compute(cfg: GpuKernelConfig, refs: Refs, wg):
 
     def piece_body(j, before):
         piece = receive_piece(cfg, refs, j)
-        few = piece[wl.NROWS] <= (wl.SHORT_ROWS if cfg.two_rings else cfg.narrow_rows or wl.SHORT_ROWS)
+        few = piece[wl.NROWS] <= (wl.SHORT_ROWS if cfg.has_short_tiles else cfg.narrow_rows)
         is_short = few
         many_rows = long_tile if cfg.has_long_tiles else blank_tile  # without long tiles only padding has many rows
         if cfg.narrow_rows:

@@ -14,7 +14,7 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import as_number, when
-from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.config import PIECE_BOXES, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.ptx_sm90 import put_numbers
 from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, convert
 
@@ -142,7 +142,7 @@ def stage_of(cfg: GpuKernelConfig, refs: Refs, block_number):
 
 def _box_of(cfg, refs, j):
     """The box of this pipeline's piece j."""
-    return place_in_ring(cfg, refs, j, cfg.piece_boxes * cfg.pipelines)
+    return place_in_ring(cfg, refs, j, PIECE_BOXES * cfg.pipelines)
 
 
 def queries_of(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
@@ -198,11 +198,11 @@ def send_piece(cfg: GpuKernelConfig, refs: Refs, piece: Piece, j, released):
 
     released: of how many pieces it has waited until the warpgroups that compute have released them.
     """
-    box, boxes = piece.box, cfg.piece_boxes
+    box = piece.box
     if cfg.loads_queries:
-        released = await_released(cfg, refs, released, j - boxes + 1)
+        released = await_released(cfg, refs, released, j - PIECE_BOXES + 1)
     else:
-        when(j >= boxes)(lambda: plgpu.barrier_wait(refs.q_free.at[box]))
+        when(j >= PIECE_BOXES)(lambda: plgpu.barrier_wait(refs.q_free.at[box]))
     put_numbers(refs.piece_box.at[box], [jnp.asarray(piece[column], jnp.int32) for column in range(HI + 1)])
     if not cfg.loads_queries:
         few = dict(unrolled=rows.LOADS_UNROLLED)  # this warpgroup has few registers

@@ -429,16 +429,18 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
     _merge_warpgroups(cfg, refs, piece, _completed(state), wg)
 
 
+def sync_warpgroups(refs: Refs):
+    """Waits until all warpgroups that compute are here."""
+    plgpu.barrier_arrive(refs.compute_barrier)
+    plgpu.barrier_wait(refs.compute_barrier)
+
+
 def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg):
     """The other warpgroups pass their states to warpgroup 0 through shared memory, which merges and stores."""
 
-    def sync_warpgroups():
-        plgpu.barrier_arrive(refs.compute_barrier)
-        plgpu.barrier_wait(refs.compute_barrier)
-
     scratch = (queries_of(cfg, refs, piece), refs.stats)  # the queries are no longer used
     kind = dict(dim=cfg.v_head_dim, q_dim=cfg.head_dim, q_dtype=cfg.dtype)
-    sync_warpgroups()
+    sync_warpgroups(refs)
 
     for other in range(1, cfg.computing):
 
@@ -447,20 +449,20 @@ def _merge_warpgroups(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, wg)
             for turn in range(1, cfg.computing):
                 if turn == other:
                     rows.put_fragment(*scratch, *state, **kind)
-                sync_warpgroups()
+                sync_warpgroups(refs)
                 if turn + 1 < cfg.computing or cfg.loads_queries:
-                    sync_warpgroups()  # warpgroup 0 has read it
+                    sync_warpgroups(refs)  # warpgroup 0 has read it
 
     @when(wg == 0)
     def _():
         acc, m, total = state
         for turn in range(1, cfg.computing):
-            sync_warpgroups()
+            sync_warpgroups(refs)
             acc1, m1, total1 = rows.get_fragment(*scratch, **kind)
             top = jnp.maximum(m, m1)
             a, a1 = jnp.exp2(m - top), jnp.exp2(m1 - top)
             acc = acc * across_columns(a, acc.shape) + acc1 * across_columns(a1, acc.shape)
             m, total = top, total * a + total1 * a1
             if turn + 1 < cfg.computing or cfg.loads_queries:
-                sync_warpgroups()
+                sync_warpgroups(refs)
         finish(cfg, refs, piece, (acc, m, total), jnp.int32(0))
