@@ -12,7 +12,7 @@ FP8 = "float8_e4m3fn"
 KV_DTYPES_8BIT = (FP8, "float8_e5m2", "int8")
 SMEM_LIMIT = 232448 - 4096  # bytes a CTA may use on Hopper, less barriers and reduction scratch
 SMEM_FIXED = 2304  # bytes: row statistics, the numbers of the pieces in flight, alignment
-TOKEN_SCALE_BYTES = 8  # f32 scales of one key and its value
+TOKEN_SCALE_BYTES = 8  # f32 scales of one key and its value, as warp-level products take them
 PIECE_BOXES = 2  # pieces of a pipeline whose numbers are in shared memory
 MAX_FIXED_LOGIT = 80.0  # base 2
 
@@ -152,6 +152,11 @@ class GpuKernelConfig:
         return self.converted_scales + (self.narrow_stages if self.narrow_rows else 0)
 
     @property
+    def scale_columns(self) -> int:
+        """Numbers of a row of token scales: two for each key, or three of a converted tile (token_scales_sm90.py)."""
+        return (3 if self.converts_tiles else 2) * self.block_kv
+
+    @property
     def query_dtype(self) -> str:
         """Operand type of the product of queries and keys.
 
@@ -192,21 +197,24 @@ class GpuKernelConfig:
 
     @property
     def value_dtype(self) -> str:
-        """Operand type of the product of weights and values.
+        """Operand type of the warp-level product of weights and values.
 
         float16 and bfloat16 both hold every 8-bit value exactly; float16 keeps more bits of a weight. With token
         scales, a weight is multiplied by its value's scale, which may be as small as 1e-9 (a row of 1e-4 over 57344)
         or as large as 80 (1e4 over 127) in one tile: that needs the exponent range of bfloat16.
         """
-        if self.compute_dtype is not None:
-            return self.compute_dtype
-        if self.token_scales:
-            return "bfloat16"
-        return "float16" if self.quantised else self.dtype
+        return "bfloat16" if self.token_scales else self.weight_dtype
+
+    @property
+    def weight_dtype(self) -> str:
+        """Operand type of wgmma's product of weights and values. There the scale of a value is a part of its logit, so
+        that the largest weight is about 1 whatever the scales."""
+        return self.compute_dtype or ("float16" if self.quantised else self.dtype)
 
     @property
     def weight_parts(self) -> int:
-        """Operands whose sum is a weight: 2 where a float16 result needs more than bfloat16's 8 bits of mantissa."""
+        """Operands of a warp-level product whose sum is a weight: 2 where a float16 result needs more than bfloat16's 8
+        bits of mantissa."""
         return 2 if self.token_scales and self.dtype == "float16" else 1
 
     @property
@@ -231,5 +239,5 @@ class GpuKernelConfig:
             key = 2 * dims
         of_keys, of_values = self.stored_stages
         queries += self.block_kv * (of_keys * self.head_dim + of_values * self.v_head_dim)
-        scales = self.scale_rows * self.block_kv * TOKEN_SCALE_BYTES if self.token_scales else 0
+        scales = self.scale_rows * self.scale_columns * 4 if self.token_scales else 0
         return queries + self.stages * self.block_kv * key + scales + SMEM_FIXED

@@ -232,7 +232,7 @@ def _kernel(cfg: GpuKernelConfig, *gmem):
     from_pool = tuple(tile(cfg.kv_dtype, count, block, dim) for count, dim in kept)
     stats = (512,) if cfg.pipelines == 1 else (cfg.pipelines, 256)
     small = [plgpu.SMEM(stats, jnp.float32), plgpu.SMEM((boxes, wl.INFO_COLUMNS), jnp.int32)]
-    small += [plgpu.SMEM((cfg.scale_rows, 2 * block), jnp.float32)] if cfg.token_scales else []
+    small += [plgpu.SMEM((cfg.scale_rows, cfg.scale_columns), jnp.float32)] if cfg.token_scales else []
     small += [plgpu.SMEM((cfg.pipelines, 4), jnp.int32)]
     copies, scaled = block // cfg.copied_keys, cfg.token_scales and not cfg.converts_tiles
     converted = [cfg.converts_tiles and count > 0 for count in cfg.stored_stages]

@@ -51,7 +51,7 @@ class Refs:
     v_stored: object = None  # SMEM [stored_stages, block_kv, V]
     stats: object = None  # SMEM f32[512], or [2, 256] for two pipelines: maxima and sums on their way to a merge
     piece_box: object = None  # SMEM i32[boxes, 16]: the numbers of the pieces that are begun, see Piece
-    token_scale: object = None  # SMEM f32[scale_rows, 2 block_kv]: scales of keys, then of values
+    token_scale: object = None  # SMEM f32[scale_rows, scale_columns]: see token_scales_sm90.py
     k_full: object = None  # barriers [stages] of k_tile
     v_full: object = None
     k_free: object = None  # barriers [stages]; one arrival of each compute warpgroup that reads the stage
@@ -354,7 +354,7 @@ def stored_tiles(cfg: GpuKernelConfig) -> tuple[StoredTile, StoredTile]:
     kind = dict(keys=cfg.block_kv, source=cfg.kv_dtype)
     keys = StoredTile(dim=cfg.head_dim, target=cfg.query_dtype, **kind)
     transposed = cfg.compute_dtype is not None
-    return keys, StoredTile(dim=cfg.v_head_dim, target=cfg.value_dtype, transposed=transposed, **kind)
+    return keys, StoredTile(dim=cfg.v_head_dim, target=cfg.weight_dtype, transposed=transposed, **kind)
 
 
 def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
@@ -366,14 +366,20 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
     of_keys, of_values = stored_tiles(cfg)
 
     def convert_block(n, tile, stored, target, stored_barriers, barriers, before):
+        """Converts a block's keys or values; gives the arrivals that are due once they are committed."""
         slot, to = lax.rem(n, jnp.int32(stored.shape[0])), lax.rem(n, jnp.int32(cfg.stages))
         plgpu.barrier_wait(stored_barriers[0].at[slot])
         when(n >= cfg.stages)(lambda: plgpu.barrier_wait(barriers[1].at[to]))
         before(stored.at[slot], to)
         convert(tile, stored.at[slot], target.at[to])
+        return stored_barriers[1].at[slot], barriers[0].at[to]
+
+    def hand_over(arrivals):
+        """Of keys and values together: a commit waits until the scales of the next block are loaded."""
         plgpu.commit_smem()
-        plgpu.barrier_arrive(stored_barriers[1].at[slot])
-        plgpu.barrier_arrive(barriers[0].at[to])
+        for barrier in arrivals:
+            plgpu.barrier_arrive(barrier)
+        return ()
 
     def await_narrow(begin, end):
         """Waits until blocks begin .. end - 1 of the narrow ring are free."""
@@ -401,9 +407,10 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             pools = refs.k_token_scale, refs.v_token_scale
             return [token_scales.load_block(pool, ids, head, *where, **kind, **order) for pool in pools]
 
-        def put_scales(row, scales):
-            for first, scale in zip((0, cfg.block_kv), scales, strict=True):
-                token_scales.put_block(refs.token_scale.at[row], scale, first, block=cfg.block_kv)
+        def put_scales(row, *numbers):
+            for i, numbers_of_keys in enumerate(numbers):
+                first = i * cfg.block_kv
+                token_scales.put_block(refs.token_scale.at[row], numbers_of_keys, first, block=cfg.block_kv)
 
         def follow(i, carry):
             """A block of a narrow tile."""
@@ -416,7 +423,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             if cfg.token_scales:
                 scales, ids = rest
                 ahead = (scales_of(i + 1, ids), ids_of(i + 2))
-                put_scales(cfg.converted_scales + slot, scales)
+                put_scales(cfg.converted_scales + slot, *scales)
                 plgpu.commit_smem()
             plgpu.barrier_arrive(refs.k_narrow_full.at[slot])
             plgpu.barrier_arrive(refs.v_narrow_full.at[slot])
@@ -427,15 +434,19 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             ahead, put = (), lambda *_: None
             if cfg.token_scales:
                 scales, ids = carry
-                put = lambda *_: put_scales(lax.rem(n, jnp.int32(cfg.converted_scales)), scales)
+                numbers = scales[0], *token_scales.in_logits(scales[1])
+                put = lambda *_: put_scales(lax.rem(n, jnp.int32(cfg.converted_scales)), *numbers)
                 ahead = (scales_of(i + 1, ids), ids_of(i + 2))
 
             zero = lambda stored, _: zero_unseen_values(cfg, stored, piece, kv0)
+            arrivals = ()
             if cfg.compute_dtype is None:
                 pair = (refs.k_stored_full, refs.k_stored_free), (refs.k_full, refs.k_free)
-                convert_block(n, of_keys, refs.k_stored, refs.k_tile, *pair, put)
+                arrivals = convert_block(n, of_keys, refs.k_stored, refs.k_tile, *pair, put)
+            if arrivals and cfg.stages == 1:  # the values before these are not released until the keys are there
+                arrivals = hand_over(arrivals)
             pair = (refs.v_stored_full, refs.v_stored_free), (refs.v_full, refs.v_free)
-            convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, zero)
+            hand_over(arrivals + convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, zero))
             return ahead
 
         start = (scales_of(0, ids_of(0)), ids_of(1)) if cfg.token_scales else ()
@@ -463,6 +474,6 @@ def zero_unseen_values(cfg: GpuKernelConfig, tile, piece: Piece, kv0, half=None)
 
     @when((first > 0) | (last < cfg.block_kv))
     def _():
-        dtype = cfg.kv_dtype if tile.dtype == jnp.dtype(cfg.kv_dtype) else cfg.value_dtype
+        dtype = cfg.kv_dtype if tile.dtype == jnp.dtype(cfg.kv_dtype) else cfg.weight_dtype
         rows.zero_rows(tile, first, last, rows=cfg.block_kv, dim=cfg.v_head_dim, dtype=dtype, half=half)
         plgpu.commit_smem()

@@ -34,7 +34,6 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.computing not in (2, 3), f"computing {c.computing}: wanted 2 or 3")
     if c.computing == 3:
         refuse(not c.has_long_tiles, "three warpgroups that compute: wanted long_tiles and one pipeline")
-        refuse(c.token_scales, "three warpgroups that compute with scales of tokens: wanted two")
         rounded = f"compute_dtype {c.compute_dtype}"
         refuse(c.compute_dtype is not None, f"three warpgroups that compute with {rounded}: wanted two")
         widest, block = (128, 64) if c.quantised else (64, 128)  # beyond, registers are lacking

@@ -39,6 +39,7 @@ from pallas_kernels.gpu.row_states_sm90 import (
 )
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
+OF_KEYS, LOG_SCALES, RECIPROCALS = range(3)  # parts of a row of token scales
 MOST_COLUMNS = 128  # of one wgmma, where four warpgroups leave it 128 registers
 
 
@@ -130,23 +131,17 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     return dots, factor
 
 
-def _token_scales(cfg: GpuKernelConfig, refs: Refs, block_number, of: int):
-    """Scales of the keys (0) or values (1) of a block whose keys are there; None without scales of tokens."""
+def _token_scales(cfg: GpuKernelConfig, refs: Refs, block_number, *of: int):
+    """Parts of the scales of a block whose keys are there; None for each without scales of tokens."""
     if not cfg.token_scales:
-        return None
+        return (None,) * len(of)
     row = lax.rem(block_number, jnp.int32(cfg.converted_scales))
-    return token_scales.load_per_key(refs.token_scale, row, 1, cfg.block_kv, of=(of,))[0]
+    return token_scales.load_per_key(refs.token_scale, row, 1, cfg.block_kv, of=of)
 
 
-def weight_operands(cfg: GpuKernelConfig, p, of_values) -> tuple:
-    """f32 weights -> the operands whose products with the stored values are added."""
-    if cfg.compute_dtype is not None:
-        return (queries.eight_bit_weights(p),)
-    p = token_scales.multiply_per_key(p, of_values, 1)
-    parts = [p.astype(cfg.value_dtype)]
-    if cfg.weight_parts == 2:
-        parts.append((p - parts[0].astype(jnp.float32)).astype(cfg.value_dtype))
-    return tuple(parts)
+def weight_operand(cfg: GpuKernelConfig, p):
+    """f32 weights -> the operand of their product with the stored values."""
+    return queries.eight_bit_weights(p) if cfg.compute_dtype is not None else p.astype(cfg.weight_dtype)
 
 
 def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stage=None):
@@ -206,12 +201,16 @@ def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
         lax.fori_loop(0, steps_of(cfg, piece[wl.NROWS]), step, None)
 
 
-def softmax_step(cfg: GpuKernelConfig, x, c, state):
-    """(p f32, state with p's sums).
+def softmax_step(cfg: GpuKernelConfig, x, c, state, log_scales=None, reciprocals=None):
+    """(p f32, state with p's sums). With log_scales and reciprocals of values' token scales, p is times those scales.
 
     With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled. Logits that
     rise with the key's position raise m in nearly every block, for which a branch would only cost time.
     """
+    across_rows = lambda numbers: lax.broadcast_in_dim(numbers, x.shape, [1])
+    by_row = lambda c: across_columns(c, x.shape) if jnp.ndim(c) else c
+    if log_scales is not None:
+        x, c = x * by_row(c) + across_rows(log_scales), jnp.float32(1.0)
     if cfg.logits_rise and cfg.compute_dtype is None:
         acc, m, total = state
         new_m = jnp.maximum(m, x.max(axis=1) * c)
@@ -220,8 +219,9 @@ def softmax_step(cfg: GpuKernelConfig, x, c, state):
     elif not cfg.fixed_max:
         state = softmax.raise_shift(x, c, state, eight_bits=cfg.compute_dtype is not None)
     acc, m, total = state
-    c = across_columns(c, x.shape) if jnp.ndim(c) else c
-    p = jnp.exp2(x * c if cfg.fixed_max else x * c - across_columns(m, x.shape))
+    p = jnp.exp2(x * by_row(c) if cfg.fixed_max else x * by_row(c) - across_columns(m, x.shape))
+    if reciprocals is not None:
+        return p, (acc, m, total + token_scales.weighted_row_sums(p, across_rows(reciprocals)))
     return p, (acc, m, total + lanes.partial_row_sums(p))
 
 
@@ -246,20 +246,17 @@ def _add_weighted_values(cfg, acc, weights, v_tile, after=lambda: None):
     if cfg.compute_dtype is not None:
 
         def products(ref):
-            plgpu.wgmma(ref, weights[0], v_tile.transpose((1, 0)))
+            plgpu.wgmma(ref, weights, v_tile.transpose((1, 0)))
             after()
             return ref[...]
 
         return acc + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
 
     def body(ref):
-        for part in weights:
-            if not cfg.converts_tiles or cfg.v_head_dim <= MOST_COLUMNS:
-                plgpu.wgmma(ref, part, v_tile)
-                continue
-            for first in range(0, cfg.v_head_dim, MOST_COLUMNS):
-                columns = pl.ds(first, min(MOST_COLUMNS, cfg.v_head_dim - first))
-                plgpu.wgmma(ref.at[:, columns], part, v_tile.at[:, columns])
+        most = MOST_COLUMNS if cfg.converts_tiles else cfg.v_head_dim
+        for first in range(0, cfg.v_head_dim, most):
+            columns = pl.ds(first, min(most, cfg.v_head_dim - first))
+            plgpu.wgmma(ref.at[:, columns], weights, v_tile.at[:, columns])
         after()
 
     return pl.run_state(body)(plgpu.ACC.init(acc))
@@ -338,19 +335,18 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
 
     def step(j, state, masked):
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        of_keys = _token_scales(cfg, refs, blocks_before + j, 0)  # on their way during the products
+        (of_keys,) = _token_scales(cfg, refs, blocks_before + j, OF_KEYS)  # on their way during the products
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot], end_turn)
         dots = token_scales.multiply_per_key(dots, of_keys, 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
-        of_values = _token_scales(cfg, refs, blocks_before + j, 1)
         x, c = logits(cfg, row, dots, kv0, scale, masked)
         if cfg.weights_first:
-            weights, (acc, m, total) = softmax.weights_first(x, c, state, dtype=cfg.value_dtype)
-            weights = (weights,)
+            weights, (acc, m, total) = softmax.weights_first(x, c, state, dtype=cfg.weight_dtype)
         else:
-            p, (acc, m, total) = softmax_step(cfg, x, c, state)
-            weights = weight_operands(cfg, p, of_values)
-        acc, total, m, *weights = lax.optimization_barrier((acc, total, m, *weights))
+            of_values = _token_scales(cfg, refs, blocks_before + j, LOG_SCALES, RECIPROCALS)
+            p, (acc, m, total) = softmax_step(cfg, x, c, state, *of_values)
+            weights = weight_operand(cfg, p)
+        acc, total, m, weights = lax.optimization_barrier((acc, total, m, weights))
         say_done()
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
@@ -404,15 +400,16 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
-        dots = token_scales.multiply_per_key(dots, _token_scales(cfg, refs, blocks_before + j, 0), 1)
+        (of_keys,) = _token_scales(cfg, refs, blocks_before + j, OF_KEYS)
+        dots = token_scales.multiply_per_key(dots, of_keys, 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
-        p, (acc, m, total) = softmax_step(cfg, x, c, state)
+        of_values = _token_scales(cfg, refs, blocks_before + j, LOG_SCALES, RECIPROCALS)
+        p, (acc, m, total) = softmax_step(cfg, x, c, state, *of_values)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:
             zero_unseen_values(cfg, refs.v_tile.at[slot], piece, kv0)
-        weights = weight_operands(cfg, p, _token_scales(cfg, refs, blocks_before + j, 1))
-        acc = _add_weighted_values(cfg, acc, weights, refs.v_tile.at[slot])
+        acc = _add_weighted_values(cfg, acc, weight_operand(cfg, p), refs.v_tile.at[slot])
         plgpu.barrier_arrive(refs.v_free.at[slot])
         for others in range(1, 1 if alone else cfg.computing):
             when(j + others < n)(lambda others=others: skip_block(cfg, refs, blocks_before + j + others))

@@ -1,12 +1,21 @@
 """A scale for each token and kv head: loaded beside the tiles, applied by the compute warpgroups.
 
     real key = stored * k_token_scale[slot, head] * k_scale     applied to the dots of the key
-    real value = stored * v_token_scale[slot, head] * v_scale   applied to the weights, after they are summed
+    real value = stored * v_token_scale[slot, head] * v_scale   applied to the weights
 
-A block's scales lie in SMEM as f32 [2 block_kv]: first its keys', then its values'. They are loaded through registers,
-one block ahead, and not by TMA: in NHD the scales of one page and head are strided. A slot without a token may have any
-scale, NaN included; it is read as 0, so that a masked logit is not NaN.
+Warp-level products multiply a weight by its value's scale after it is summed: bfloat16 then, which holds any scale. In
+wgmma's tiles the scale is a part of the logit, so that weights times scales come out of the exponential and are at most
+about 1, as float16 needs, and the sum takes them divided by their scales again:
+
+    y = logit + log2(scale)     weight * scale = 2 ** (y - m)     sum of weights = sum of 2 ** (y - m) / scale
+
+A block's scales lie in SMEM as f32 [2 block_kv]: first its keys', then its values'; of a converted tile as f32
+[3 block_kv]: its keys', then log2 and reciprocals of its values'. They are loaded through registers, one block ahead,
+and not by TMA: in NHD the scales of one page and head are strided. A slot without a token may have any scale, NaN
+included; it is read as 0, so that a masked logit is not NaN. Scales of values must not be negative.
 """
+
+import math
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -19,6 +28,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
 THREADS = 128
+LEAST = 2.0**-100  # instead of a smaller scale of a value, whose logarithm or reciprocal would be infinite
 
 
 def _per_thread(size: int):
@@ -85,8 +95,14 @@ def load_block(pool, ids, head, kv0, start, stop, *, block: int, page: int, head
     return load(pool, ids, head, kv0, start, stop)
 
 
+def in_logits(scales):
+    """(log2, reciprocal) of what load_block gave of a block's values."""
+    safe = jnp.maximum(scales, jnp.float32(LEAST))
+    return lax.log(safe) * jnp.float32(1 / math.log(2)), 1.0 / safe
+
+
 def put_block(tile, values, first: int, *, block: int):
-    """Stores what load_block gave from element `first` on of a row of scales, SMEM f32 [2 block]."""
+    """Stores f32 (128,), of which keys 0 .. block - 1 count, from element `first` on of a row of scales in SMEM."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _per_thread(THREADS)))
     def put(ctx, tile, values):
@@ -115,10 +131,10 @@ def _fragment(values, element=None):
 
 
 def load_per_key(tile, row, axis: int, block: int, first=0, count: int | None = None, of=(0, 1)):
-    """Scales f32 (count,) of keys first .. of a row of scales: of keys (0) and of values (1), or of one of them.
+    """f32 (count,) of keys first .. of a row of scales, for each of its parts `of`: 0 are the scales of keys.
 
     They broadcast along the other axis of WGMMA scores, whose `axis` runs over keys.
-    tile SMEM f32 [rows, 2 block].
+    tile SMEM f32 [rows, 2 or 3 block].
     """
     layout, count = plgpu.Layout.WGMMA.reduce(1 - axis), count or block
 
@@ -132,3 +148,22 @@ def load_per_key(tile, row, axis: int, block: int, first=0, count: int | None = 
 def multiply_per_key(x, scale, axis: int):
     """x * scale, with one scale for each key along `axis`; a scale of None is 1."""
     return x if scale is None else x * lax.broadcast_in_dim(scale, x.shape, [axis])
+
+
+def weighted_row_sums(x, factors):
+    """lanes.partial_row_sums of x * factors, f32 (64, n) each."""
+    layout = plgpu.Layout.WGMMA.reduce(1)
+    out = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA), return_type=out)
+    def add(ctx, x, factors):
+        sums = [[None, None], [None, None]]  # of each row, two chains
+        for (second, _), pair, by in zip(rows.pair_places(x), x.registers.flat, factors.registers.flat, strict=True):
+            for k, total in enumerate(sums[second]):
+                value, factor = rows.pair_element(pair, k), rows.pair_element(by, k)
+                sums[second][k] = arith.mulf(value, factor) if total is None else ptx.fma(value, factor, total)
+        fragment = rows.empty_fragment(x.shape[:1], layout)
+        rows.fill(fragment, lambda i: [arith.addf(*sums[i])])
+        return fragment
+
+    return add(x, factors)

@@ -506,6 +506,7 @@ PTX = _OF_OTHER_FILES | {
     "put_rows": _put_rows,
     "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),
     "partial_row_sums": lambda closure, x: (x.sum(axis=1),),
+    "weighted_row_sums": lambda closure, x, factors: ((x * factors).sum(axis=1),),
     "complete_row_sums": lambda closure, x: (x,),
     "sync_lanes": lambda closure: None,
     "sync_warps": lambda closure: None,

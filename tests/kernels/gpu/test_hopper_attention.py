@@ -103,6 +103,9 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
         MIXED, THREE | dict(kv_dtype="float8_e4m3fn", q_buffers=1, layout="NHD", page_size=16, mask=MaskRule(left=50)),
         dict(window=(50, -1)),
     ),
+    "mixed, three compute, e4m3 with token scales": (
+        MIXED, THREE | dict(kv_dtype="float8_e4m3fn", token_scales=True, q_buffers=1, has_sinks=True), dict(sinks=None)
+    ),
     "mixed, three compute, every option": (
         MIXED, THREE | dict(logits=LogitRule(scale=0.1, soft_cap=60.0, has_alibi=True), has_sinks=True, num_heads=6),
         dict(soft_cap=60.0, slopes=None, sinks=None),

@@ -1,10 +1,12 @@
-"""How the memory warpgroup finds the scales of a block's keys: each thread, on the PTX model, against numpy."""
+"""How the scales of a block's keys are found, and what values' scales do to the weights: against numpy."""
 
 import numpy as np
 import pytest
 
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from tests.kernels.gpu.simt import Machine, emulated
+from tests.kernels.gpu.test_lanes import rows_of
+from tests.kernels.gpu.test_wide_mma import fragment_of
 
 PAGES, HEADS, REQS, COLUMNS = 12, 3, 2, 5
 
@@ -39,3 +41,24 @@ def test_a_block_gets_its_own_scales_and_zeros_where_no_token_is(block, page, kv
         order = dict(heads=HEADS, heads_first=heads_first)
         scales = token_scales.load_scales(full["k"], full["v"], ids, np.int32(head), *where, **kind, **order)
     np.testing.assert_array_equal(np.concatenate([register[0] for register in scales.registers.flat]), want)
+
+
+def test_weights_times_scales_fit_float16_and_their_sums_are_those_of_the_weights():
+    """Scales from 1e-9 to 80 in one block, zero among them: of each row, float16 holds the largest product."""
+    rng = np.random.default_rng(0)
+    scales = 10.0 ** rng.uniform(-9, 1.9, 64)
+    scales[5], scales[9] = 0.0, 80.0
+    logits, values = rng.normal(size=(64, 64)) * 5, rng.normal(size=(64, 16))
+    logs, reciprocals = (np.asarray(x, np.float64) for x in token_scales.in_logits(scales.astype(np.float32)))
+    y = logits + logs
+    p = np.exp2(y - y.max(axis=1, keepdims=True))
+    with emulated(token_scales, Machine(128, 0)):
+        factors = np.broadcast_to(reciprocals, p.shape)
+        sums = token_scales.weighted_row_sums(
+            fragment_of(p.astype(np.float32)), fragment_of(factors.astype(np.float32))
+        )
+    found = p.astype(np.float16).astype(np.float64) @ values / rows_of(sums).sum(axis=0)[:, None]
+    weights = np.exp2(logits)
+    wanted = (weights * scales) @ values / weights.sum(axis=1, keepdims=True)
+    error = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
+    assert error.max() < 1e-3
