@@ -64,9 +64,8 @@ def _logits(cfg: WarpKernelConfig, row, dots, kv0, scale, masked):
 
 def _weight_operands(cfg: WarpKernelConfig, p, of_values) -> tuple:
     """f32 weights -> the operands whose products with the stored values are added."""
-    if cfg.weight_parts == 2:
-        return wide_mma.bfloat16_parts(multiply_per_key(p, of_values, 1))
-    return tiles.weight_operands(cfg, p, of_values)
+    p = multiply_per_key(p, of_values, 1)
+    return wide_mma.bfloat16_parts(p) if cfg.weight_parts == 2 else (p.astype(cfg.value_dtype),)
 
 
 def _decoded(cfg: WarpKernelConfig, refs: Refs, tile, dim: int, target: str):
