@@ -11,6 +11,7 @@ from jattn.cli.command import add_command
 from jattn.engine import plan as planning
 from jattn.engine.construction import check_decoder_only
 from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
+from jattn.engine.sizing import dtype_of
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name, integer, optional
 from jattn.models import QUANTIZATIONS, load_config
@@ -39,7 +40,8 @@ def add(commands) -> None:
         "--model",
         metavar="DIR",
         required=True,
-        help="a Hugging Face folder; config.json is enough unless weights are stored quantised",
+        help="a Hugging Face folder; config.json is enough unless weights are stored quantised, and without weights "
+        "their dtype is the one that it names",
     )
     parser.add_argument(
         "--devices", nargs="+", required=True, metavar="KIND[xN]", help="as h200x8; cpu: this machine, measured"
@@ -74,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         args.cache_dtype = dtype_name("--cache-dtype", args.cache_dtype)
     config, (dtype, method) = load_config(args.model), stored_dtype_and_method(args.model)
     check_decoder_only(config)
-    stored = None if method is None else _stored_weights(args, method)
+    stored = _stored_weights(args, method)
+    if stored is not None and method is None:
+        dtype = dtype_of(stored)
     fields = [field.name for field in dataclasses.fields(planning.PlanOptions)]
     options = planning.PlanOptions(**{name: getattr(args, name) for name in fields if hasattr(args, name)})
     asked = [kind_and_count(text) for text in args.devices]
@@ -91,8 +95,13 @@ def run(args: argparse.Namespace) -> int:
     return 0 if all(any(plan.refused is None for plan in plans) for *_, plans in found) else 1
 
 
-def _stored_weights(args: argparse.Namespace, method: str) -> dict[str, Any]:
-    """The shapes of weights that are stored quantised."""
+def _stored_weights(args: argparse.Namespace, method: str | None) -> dict[str, Any] | None:
+    """The shapes and dtypes of the folder's weights; None if they are not there, or not readable, but not needed."""
+    if method is None:
+        try:
+            return stored_weights(args.model)
+        except (OSError, ValueError, ImportError):  # such as a clone with pointers in place of weights
+            return None
     if args.quantization is not None:
         raise UnsupportedError(f"{args.model}: its weights are quantised ({method}); leave --quantization out")
     try:

@@ -50,7 +50,7 @@ class Footprint:
     dtype: str  # of the weights, before they are quantised
     quantization: str | None = None
     model_mesh: ModelMesh | None = None
-    stored: Mapping[str, Any] | None = None  # of weights that are stored quantised: jattn.models.load.stored_weights
+    stored: Mapping[str, Any] | None = None  # jattn.models.load.stored_weights; None: all weights have this dtype
 
     @property
     def ranks(self) -> int:
@@ -121,7 +121,7 @@ class Footprint:
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
-        has_codes = self.quantization is not None or self.stored is not None
+        has_codes = self.quantization is not None or any(map(is_quantised, (self.stored or {}).values()))
         is_narrow = has_codes or jnp.dtype(self.dtype).itemsize == 2
         every, experts = is_narrow and tokens > NATIVE_MAX_ROWS, self.quantization is None
         is_copied = lambda axes, rank: experts if "expert" in axes else every and rank > 1

@@ -76,7 +76,7 @@ def plan_layouts(
     config: ModelConfig, dtype: str, kind: DeviceKind, count: int, options: PlanOptions,
     stored: Mapping[str, Any] | None = None,
 ) -> list[LayoutPlan]:  # fmt: skip
-    """The plan of each layout. stored: of weights that are stored quantised, see jattn.models.load.stored_weights."""
+    """The plan of each layout. stored: see Footprint."""
     return [_plan_of(config, dtype, kind, layout, options, stored) for layout in layouts(count)]
 
 

@@ -89,9 +89,9 @@ def load(
 
 
 def stored_weights(directory: str | Path) -> dict[str, Any]:
-    """The leaves of params by path as `load` makes them of weights that are stored quantised, as shapes.
+    """The leaves of params by path as `load` makes them, as shapes.
 
-    It reads the headers of *.safetensors, and scales and zero points.
+    It reads the headers of *.safetensors, and the scales and zero points of weights that are stored quantised.
     """
     folder = _folder_of(directory)
     config, family, values = _config_and_family(folder)
@@ -110,7 +110,9 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
             raise ValueError(f"{folder}: the scales of {path} cannot be read: {error}") from error
         if found is None and (dtype_stored := checkpoint.dtype_of(tensor)).name not in FLOATS:
             raise ValueError(f"{folder}: tensor {tensor_text(tensor)} of {path} has dtype {dtype_stored} and no scales")
-        return jax.ShapeDtypeStruct(shape, checkpoint.dtype_of(tensor)) if found is None else found
+        if found is not None:
+            return found
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(checkpoint.dtype_of(tensor)))
 
     return {path: form(path, spec.shape) for path, spec in weight_paths(weight_specs(config)).items()}
 

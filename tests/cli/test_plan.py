@@ -74,3 +74,22 @@ def test_weights_that_are_stored_quantised_need_their_headers(folder, capsys):
     assert "stored quantised (fp8); which, only the headers of its *.safetensors say" in capsys.readouterr().err
     assert cli.main(["plan", "--model", str(folder), "--devices", "l4", "--quantization", "int8"]) == 2
     assert "its weights are quantised (fp8); leave --quantization out" in capsys.readouterr().err
+
+
+def weight_bytes(folder, capsys, *options):
+    assert cli.main(["plan", "--model", str(folder), "--devices", "h100", "--json", *options]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    return found["dtype"], found["layouts"][0]["weight_bytes"]
+
+
+def test_weights_that_are_there_have_the_dtype_in_which_they_are_stored(folder, capsys):
+    """The engine loads them so, whatever config.json says; many folders say another dtype, or none."""
+    told = weight_bytes(folder, capsys)
+    config = json.loads((folder / "config.json").read_text())
+    tiny.write(folder, config, made := tiny.tensors(config))
+    stored = weight_bytes(folder, capsys)
+    assert (told[0], stored[0]) == ("bfloat16", "float32")
+    assert stored[1] == 2 * told[1] == sum(x.nbytes for x in made.values())
+    assert weight_bytes(folder, capsys, "--quantization", "int8")[1] < told[1]
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert weight_bytes(folder, capsys) == told, "of a folder without its weights config.json is enough"
