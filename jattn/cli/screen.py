@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
@@ -10,6 +11,9 @@ from jattn.errors import CacheFullError, UnsupportedError
 
 EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
 """Errors that a user can cause. They are printed in one line, without a traceback."""
+
+QUIET_SECONDS = 10.0
+"""Where stderr is no terminal but perhaps a service's log, a long task prints a line at most this often."""
 
 Report = Callable[[int, int, str], None]
 """report(done, total, what): called before each part of a long task."""
@@ -42,10 +46,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], plain: str) -> Non
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Report]:
-    """A progress bar on stderr; without rich a line for each part; nothing if stderr is not a terminal."""
+    """A progress bar on stderr; without rich a line for each part; a line now and then if stderr is not a terminal."""
     console = _console(sys.stderr)
     if console is None:
-        yield _line(title) if sys.stderr.isatty() else lambda done, total, what: None
+        yield _line(title) if sys.stderr.isatty() else _now_and_then(_line(title))
         return
     from rich.progress import Progress
 
@@ -66,7 +70,20 @@ def _console(stream: TextIO):
 
 
 def _line(title: str) -> Report:
-    return lambda done, total, what: print(f"{title} {done + 1}/{total}: {what}", file=sys.stderr)
+    return lambda done, total, what: print(f"{title} {done + 1}/{total}: {what}", file=sys.stderr, flush=True)
+
+
+def _now_and_then(report: Report) -> Report:
+    """The same, QUIET_SECONDS after the last line at the earliest."""
+    last = time.monotonic()
+
+    def seldom(done: int, total: int, what: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= QUIET_SECONDS:
+            report(done, total, what)
+            last = time.monotonic()
+
+    return seldom
 
 
 def _as_it_is(text: str) -> str:

@@ -133,6 +133,15 @@ def test_a_terminal_gets_tables_and_bars_and_without_rich_plain_text(has_rich, m
         assert out.getvalue() == "who what: plain\n" and err.getvalue() == "compiling 1/2: 16 tokens [of 4]\n"
 
 
+def test_a_log_gets_a_line_of_a_long_task_now_and_then_and_none_of_a_short_one(monkeypatch, capsys):
+    clock = iter([0.0, 1.0, 12.0, 12.5, 13.0, 30.0, 30.5])  # the second and the last report are 10 s after a line
+    monkeypatch.setattr(screen.time, "monotonic", lambda: next(clock))
+    with screen.progress("compiling") as report:
+        for done in range(4):
+            report(done, 4, f"{done} tokens")
+    assert capsys.readouterr().err == "compiling 2/4: 1 tokens\ncompiling 4/4: 3 tokens\n"
+
+
 def test_bench_measures_what_it_served(tmp_path, capsys):
     out = tmp_path / "figures.jsonl"
     load = ["--requests", "5", "--mean-input", "12", "--mean-output", "4", "--rate", "50"]

@@ -64,6 +64,7 @@ def _packaged() -> Library | None:
 
 def _build(folder: Folder, cxx: tuple[str, ...], compiler: str) -> Library:
     """Compile, unless another process was faster; OSError where the folder cannot be written."""
+    log.warning("the native CPU kernels are not built yet: this process builds them once, or waits for one that does")
     with kept.one_at_a_time(folder, toolchain.BUILD_SECONDS):
         if found := kept.find(folder, compiler):
             return found
