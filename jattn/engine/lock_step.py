@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from jattn.engine import admission, callers, interrupts
@@ -140,7 +141,13 @@ class LockStepEngine(Engine):
         self._check_warmup()  # before the others begin it
         with interrupts.held():
             self.processes.publish([["warmup"]])
+            return self._warm(progress)
+
+    def _warm(self, progress: Callable[[int, int, str], None] | None = None) -> int:
+        try:
             return super().warmup(progress)
+        except JaxRuntimeError as error:
+            raise _failed("the warm-up", self.processes.id, error) from error
 
     @property
     def has_work(self) -> bool:
@@ -182,7 +189,7 @@ class LockStepEngine(Engine):
         elif name == "abort":
             super().abort(*arguments)
         elif name == "warmup":
-            super().warmup()
+            self._warm()
         elif name == "step":
             self._compare(*arguments)
             return super().step()
@@ -230,6 +237,14 @@ def _own_jax() -> dict[str, Any]:
     return dict(jax=jax.__version__) | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 
+def _failed(what: str, process_id: int, error: Exception) -> EngineDeadError:
+    """The error of a collective operation that failed."""
+    return EngineDeadError(
+        f"{what} failed in process {process_id}, perhaps because another process has ended "
+        f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+    )
+
+
 class _LockStepLoop(StepLoop):
     """A StepLoop that does not go on after a failure: the other processes may not have failed."""
 
@@ -238,10 +253,7 @@ class _LockStepLoop(StepLoop):
         self._process_id = process_id
 
     def _contain(self, error: Exception) -> list[RequestOutput]:
-        raise EngineDeadError(
-            f"a step failed in process {self._process_id}, perhaps because another process has ended "
-            f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        ) from error
+        raise _failed("a step", self._process_id, error) from error
 
     def _restart_unfinished(self, *args: Any, **options: Any) -> list[RequestOutput]:
         raise EngineDeadError(f"a step was interrupted in process {self._process_id}")

@@ -103,6 +103,19 @@ def test_read_commands_are_deleted(processes, monkeypatch):
     assert store.most < 20
 
 
+def test_a_warm_up_that_fails_because_another_process_has_ended_is_one_sentence(processes, monkeypatch):
+    make, _, _ = processes
+    leader, follower = engine(make(0), deterministic=True), engine(make(1), deterministic=True)
+
+    def lost(progress=None):
+        raise JaxRuntimeError("UNKNOWN: Gloo all-reduce failed: Connection closed by peer\nmore")
+
+    for id, each in enumerate((leader, follower)):
+        monkeypatch.setattr(each.runner, "warm", lost)
+        with pytest.raises(EngineDeadError, match=rf"warm-up failed in process {id}, perhaps .*closed by peer\)$"):
+            leader.warmup() if each is leader else each.follow()
+
+
 def test_another_seed_in_a_follower_stops_it_with_a_sentence(processes):
     make, _, _ = processes
     leader, follower = engine(make(0), deterministic=True), engine(make(1), deterministic=True)
