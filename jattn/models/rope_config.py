@@ -146,8 +146,8 @@ def _dynamic(r: ConfigReader, max_positions: int, trained: int | None) -> RopeSc
 
 def _llama3(r: ConfigReader, max_positions: int, trained: int | None) -> RopeScaling:
     low, high = r.number_within("low_freq_factor", FACTORS), r.number_within("high_freq_factor", FACTORS)
-    if low >= high:
-        r.refuse("low_freq_factor", f"must be below high_freq_factor={high:g}")
+    if low > high:
+        r.refuse("low_freq_factor", f"must be at most high_freq_factor={high:g}")
     length = trained_length(r, max_positions, trained)
     return Llama3RopeScaling(
         factor=r.number_within("factor", FACTORS), low_freq_factor=low, high_freq_factor=high, trained_length=length

@@ -138,7 +138,10 @@ def _exponents(dim: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling(RopeScaling):
-    """Frequencies with long wavelengths are divided by `factor`, short ones are kept, with a linear ramp between."""
+    """Frequencies with long wavelengths are divided by `factor`, short ones are kept, with a linear ramp between.
+
+    Equal factors (Llama 4 Scout) leave no ramp.
+    """
 
     factor: float
     low_freq_factor: float
@@ -148,16 +151,16 @@ class Llama3RopeScaling(RopeScaling):
     def __post_init__(self):
         factors = dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor"), _factor)
         check_fields(self, **factors, trained_length=_length)
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
-                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}"
+                f"low_freq_factor={self.low_freq_factor} must be at most high_freq_factor={self.high_freq_factor}"
             )
 
     def frequencies(self, dim, theta, length=0):
         base = base_frequencies(dim, theta)
         turns = self.trained_length * base / (2 * math.pi)  # within the trained length
-        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        smooth = np.clip(smooth, 0.0, 1.0)
+        ramp = self.high_freq_factor - self.low_freq_factor
+        smooth = np.clip((turns - self.low_freq_factor) / ramp, 0.0, 1.0) if ramp else turns >= self.low_freq_factor
         return (1 - smooth) * base / self.factor + smooth * base
 
 

@@ -66,6 +66,14 @@ def test_llama3_keeps_short_waves_stretches_long_ones_and_blends_between():
     np.testing.assert_allclose(frequencies(scaling), wanted, rtol=1e-6)
 
 
+def test_llama3_with_equal_factors_has_no_ramp():
+    """Llama 4 Scout has 1 and 1."""
+    scaling = Llama3RopeScaling(factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, trained_length=64)
+    turns = 64 * BASE / (2 * np.pi)
+    assert (turns > 1).any() and (turns < 1).any()
+    np.testing.assert_allclose(frequencies(scaling), np.where(turns < 1, BASE / 16, BASE), rtol=1e-6)
+
+
 def test_yarn_ramps_between_its_two_numbers_of_turns():
     scaling = YarnRopeScaling(factor=4.0, trained_length=64, beta_fast=4.0, beta_slow=1.0, truncate=False)
     at = lambda turns: DIM * np.log(64 / (turns * 2 * np.pi)) / (2 * np.log(THETA))
@@ -120,8 +128,8 @@ def test_a_number_that_no_frequency_can_be_made_of_is_refused_where_it_is_given(
         value = (1.0, bad, 3.0) if field in ("short", "long") else bad
         with pytest.raises(ValueError, match=field):
             kind(**NUMBERS[kind] | {field: value})
-    with pytest.raises(ValueError, match="must be below"):
-        Llama3RopeScaling(**NUMBERS[Llama3RopeScaling] | dict(low_freq_factor=4.0))
+    with pytest.raises(ValueError, match="must be at most"):
+        Llama3RopeScaling(**NUMBERS[Llama3RopeScaling] | dict(low_freq_factor=4.5))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in NUMBERS if kind is not Rope])
