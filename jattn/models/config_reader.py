@@ -14,7 +14,8 @@ HARMLESS = frozenset({
     "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "use_return_dict",
     "torchscript", "tf_legacy_loss", "use_bfloat16", "use_cache", "is_decoder", "is_encoder_decoder",
     "unsloth_version", "unsloth_fixed", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
-    "cache_implementation", "classifier_dropout", "init_device",
+    "cache_implementation", "classifier_dropout", "init_device", "is_llama_config", "transformers.js_config",
+    "_num_labels", "_commit_hash", "_flash_attn_2_enabled", "xla_device", "output_past",
     # training only
     "initializer_range", "initializer_factor", "init_std", "attention_dropout", "hidden_dropout", "resid_pdrop",
     "embd_pdrop", "emb_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "dropout",
@@ -28,6 +29,7 @@ HARMLESS = frozenset({
     "begin_suppress_tokens", "exponential_decay_length_penalty", "sep_token_id", "decoder_start_token_id",
     "chunk_size_feed_forward",  # same results, computed in slices
     "pretraining_tp",  # same results, computed in slices
+    "max_sequence_length",  # of the training data; max_position_embeddings is the limit
     "pruned_heads", "tie_encoder_decoder", "cross_attention_hidden_size", "add_cross_attention",
 })  # fmt: skip
 """Keys that do not change the results of a forward pass."""

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jattn import models
+from jattn import UnsupportedError, models
 from jattn.nn import DynamicNTKRopeScaling, Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
 from tests.models import options, published
 
@@ -107,6 +107,55 @@ PUBLISHED = dict(
     llama=LLAMA_31_8B, qwen2=QWEN_25, olmo2=OLMO_2_7B, gemma2=GEMMA_2, gemma3_text=GEMMA_3, phi3=PHI_3_128K,
     gpt_oss=GPT_OSS_20B, bloom=BLOOM_560M, mpt=MPT_7B,
 ) | published.PUBLISHED  # fmt: skip
+
+
+LLAMA_4_SCOUT = dict(
+    rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
+)
+UNUSED_KEYS = {  # of published models -> a value that would ask for something else
+    "SmolLM 2": ("llama", dict(is_llama_config=True, rope_interleaved=False), dict(rope_interleaved=True)),
+    "SmolLM 2 Instruct": ("llama", {"transformers.js_config": dict(kv_cache_dtype=dict(fp16="float16"))}, {}),
+    "Falcon 3": ("llama", dict(activation="swiglu"), dict(activation="relu")),
+    "Vicuna": ("llama", dict(max_sequence_length=4096), {}),
+    "Qwen 2.5 0.5B": ("qwen2", dict(use_mrope=False), dict(use_mrope=True)),
+    "BERT, multilingual": (
+        "bert",
+        dict(directionality="bidi", pooler_fc_size=768, pooler_num_attention_heads=12, pooler_num_fc_layers=3,
+             pooler_size_per_head=128, pooler_type="first_token_transform"),
+        {},
+    ),
+    "DistilGPT2": ("gpt2", dict(_num_labels=1), {}),
+    "StableLM 3B": (
+        "stablelm", dict(num_heads=32, rope_pct=0.25, norm_eps=1e-05, rotary_scaling_factor=1.0), dict(rope_pct=0.5)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNUSED_KEYS)
+def test_keys_of_published_models_that_change_nothing_are_taken(name):
+    family, keys, other = UNUSED_KEYS[name]
+    assert models.config_of(PUBLISHED[family] | keys) == models.config_of(PUBLISHED[family])
+    if other:
+        with pytest.raises((ValueError, UnsupportedError), match=next(iter(other))):
+            models.config_of(PUBLISHED[family] | other)
+
+
+def test_hunyuans_keys_of_other_models_are_taken():
+    keys = dict(
+        add_classification_head=False, attention_head_dim=128, cla_share_factor=2, class_num=0, dense_list=[4096, 0],
+        im_end_id=5, im_newline_id=11, im_start_id=4, mask_init_id=12, mlp_bias=False, norm_type="rms", num_experts=1,
+        org_vocab_size=128167, pad_id=127961, pool_type="last", sep_token_id=127962, text_end_id=7, text_start_id=6,
+    )  # fmt: skip
+    plain = options.FAMILIES["hunyuan_v1_dense"].config() | dict(head_dim=128)
+    assert models.config_of(plain | keys) == models.config_of(plain)
+    for other in (dict(attention_head_dim=64), dict(num_experts=2), dict(norm_type="layer"), dict(use_cla=True)):
+        with pytest.raises((ValueError, UnsupportedError), match=next(iter(other))):
+            models.config_of(plain | keys | other)
+
+
+def test_llama_4_scouts_frequencies_have_no_ramp():
+    values = options.COMMON | dict(model_type="llama", rope_scaling=LLAMA_4_SCOUT)
+    assert models.config_of(values).layers[0].rope.scaling.high_freq_factor == 1.0
 
 
 def test_phi_4_turns_three_quarters_of_a_head_by_its_requests_final_length():

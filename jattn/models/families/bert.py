@@ -23,6 +23,7 @@ def bert(c: ConfigReader) -> ModelConfig:
     c.only("position_embedding_type", "absolute")
     c.only("is_decoder", False)
     c.ignore("num_key_value_heads")  # not a key of this family
+    c.ignore("directionality", *(f"pooler_{name}" for name in POOLER_KEYS))
     norm, positions = layer_norm(c), c.count("max_position_embeddings")
     return masked_lm(c, norm, positions, token_types=c.count("type_vocab_size", 2))
 
@@ -32,7 +33,6 @@ def roberta(c: ConfigReader) -> ModelConfig:
 
     A padding token inside a text has a position like any other token here; in transformers it has the first one.
     """
-    c.ignore("output_past")
     config, rows = bert(c), c.count("max_position_embeddings")
     positions = rows - first_position(c.count("pad_token_id", low=0))
     if positions < 1:
@@ -59,7 +59,7 @@ def electra(c: ConfigReader) -> ModelConfig:
 
 def distilbert(c: ConfigReader) -> ModelConfig:
     """BERT without token types."""
-    c.ignore("sinusoidal_pos_embds", "tie_weights_", "qa_dropout", "seq_classif_dropout", "output_past")
+    c.ignore("sinusoidal_pos_embds", "tie_weights_", "qa_dropout", "seq_classif_dropout")
     return masked_lm(c, Norm(kind="layer", eps=1e-12, has_bias=True), c.count("max_position_embeddings"))
 
 
@@ -97,6 +97,8 @@ def mpnet(c: ConfigReader) -> ModelConfig:
     return dataclasses.replace(config, layers=(layer,) * len(config.layers), head_transform=head, distance_buckets=32)
 
 
+POOLER_KEYS = "fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"
+"""Keys of Google's first BERTs. The pooler is not part of the model here, and transformers does not read them."""
 MPNET_FIRST = 2
 
 LAYER_NAMES = {

@@ -30,8 +30,8 @@ from jattn.nn.rope_scaling import FACTORS
 
 def hunyuan(c: ConfigReader, mlp: Any = None) -> ModelConfig:
     """`rope_decoder` with norms of q and k after the rotation. mlp: see `rope_decoder`."""
-    c.ignore("eod_token_id")
-    for name, wanted in dict(use_qk_norm=True, use_rotary_pos_emb=True, use_cla=False, use_mla=False).items():
+    c.ignore(*NOT_OF_THE_DECODER)
+    for name, wanted in FIXED.items():
         c.only(name, wanted)
     rope = rope_by_alpha(c)
     return rope_decoder(
@@ -43,6 +43,12 @@ def hunyuan(c: ConfigReader, mlp: Any = None) -> ModelConfig:
         qk_norm_after_rope=True,
         **attention_biases(c),
     )
+
+
+def hunyuan_dense(c: ConfigReader) -> ModelConfig:
+    """Without experts."""
+    c.only("num_experts", 1)
+    return hunyuan(c)
 
 
 def rope_by_alpha(c: ConfigReader) -> Rope:
@@ -82,16 +88,28 @@ def with_top_k(c: ConfigReader, top_k: Any) -> ConfigReader:
     return ConfigReader({**c.values, "moe_topk": top_k}, c.where, aliases=c.aliases)
 
 
+FIXED = dict(
+    use_qk_norm=True, use_rotary_pos_emb=True, use_cla=False, use_mla=False, norm_type="rms",
+    add_classification_head=False,
+)  # fmt: skip
+"""Keys with the only value that is implemented."""
+NOT_OF_THE_DECODER = (
+    "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id",
+    "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id",
+)  # fmt: skip
+"""Keys of options that are off (FIXED), and ids of special tokens."""
+HEAD_KEYS = dict(head_dim=("head_dim", "attention_head_dim"))
 NAMES = LLAMA_NAMES | {"attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"}
 EXPERTS = EXPERT_NAMES | {"mlp.router": "mlp.gate.wg"}
 EXPERTS |= {f"mlp.shared.{n}": f"mlp.shared_mlp.{n}_proj" for n in ("gate", "up", "down")}
 DEFAULTS = ENDS | dict(rope_theta=10000.0, pad_token_id=0)
-HUNYUAN = Family(hunyuan, named_tensors(NAMES), UNUSED, defaults=DEFAULTS)
+HUNYUAN = Family(hunyuan_dense, named_tensors(NAMES), UNUSED, aliases=HEAD_KEYS, defaults=DEFAULTS)
 HUNYUAN_MOE = Family(
     hunyuan_moe,
     named_tensors(NAMES | EXPERTS),
     UNUSED,
-    aliases=dict(num_local_experts=("num_experts", "num_local_experts"))
+    aliases=HEAD_KEYS
+    | dict(num_local_experts=("num_experts", "num_local_experts"))
     | dict(num_experts_per_tok=("moe_topk", "num_experts_per_tok")),
     defaults=DEFAULTS,
 )

@@ -26,6 +26,8 @@ from jattn.models.rope_config import parameters_of, rope_of
 
 def llama(c: ConfigReader) -> ModelConfig:
     """Biases as in the config, no windows."""
+    c.only("rope_interleaved", False)  # of SmolLM 2
+    c.only("activation", "swiglu")  # of Falcon 3: what hidden_act="silu" means here
     return rope_decoder(c, mlp=gated_mlp(c, c.flag("mlp_bias", False)), windows=no_windows, **attention_biases(c))
 
 

@@ -105,6 +105,7 @@ def phi(c: ConfigReader) -> ModelConfig:
 
 def stablelm(c: ConfigReader) -> ModelConfig:
     """A parallel residual shares the norm; layer norms of q and k have scales of their own for each head."""
+    c.only("rotary_scaling_factor", 1.0, 1)
     norm, parallel, normed = layer_norm(c), c.flag("use_parallel_residual", False), c.flag("qk_layernorm", False)
     qk_norm = layer_norm(c, has_bias=False) if normed else None
     return rope_decoder(
@@ -300,6 +301,10 @@ PHI = Family(
 )  # fmt: skip
 STABLELM = Family(
     stablelm, named_tensors(STABLELM_NAMES), UNUSED,
+    aliases=dict(
+        num_attention_heads=("num_attention_heads", "num_heads"), layer_norm_eps=("layer_norm_eps", "norm_eps"),
+        partial_rotary_factor=("partial_rotary_factor", "rope_pct"),
+    ),
     defaults=dict(
         num_key_value_heads=32, partial_rotary_factor=0.25, rope_theta=10000.0, bos_token_id=0, eos_token_id=0
     ),

@@ -150,6 +150,7 @@ def rope_decoder(
     if "out_bias" not in attention:
         c.only("attention_bias", False)
     c.only("mlp_bias", False, *([True] if mlps[0].bias else []))
+    c.only("use_mrope", False)
 
     def layer(index: int, window: int | None) -> LayerConfig:
         layer_scale = scale(index) if callable(scale) else scale
