@@ -18,6 +18,9 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 SAMPLES, SAMPLE_BYTES = 256, 4096
 """Parts of a file that a fingerprint reads, and the bytes of each."""
 
+OLD_ENDINGS = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
+"""Endings of names in checkpoints that were converted from TensorFlow, as those of the first BERTs -> the usual ones."""
+
 DTYPES = dict(
     F64=np.float64, F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16, F8_E4M3=ml_dtypes.float8_e4m3fn,
     I64=np.int64, I32=np.int32, I16=np.int16, I8=np.int8, U64=np.uint64, U32=np.uint32, U16=np.uint16, U8=np.uint8,
@@ -92,6 +95,8 @@ def _renamed(locations: dict[str, TensorLocation], renames: tuple[tuple[str, str
     for name, location in locations.items():
         old, new = next(((old, new) for old, new in renames if name.startswith(old)), ("", ""))
         renamed = new + name.removeprefix(old)
+        old = next((old for old in OLD_ENDINGS if name.endswith(old)), "")
+        renamed = renamed.removesuffix(old) + OLD_ENDINGS.get(old, "")
         if renamed in found:
             other = found[renamed].name
             raise ValueError(f"{location.path}: tensor {tensor_text(name)} is there twice, as {other}, too")

@@ -122,6 +122,22 @@ def test_a_folder_without_a_head_gives_their_last_hidden_states(row, tmp_path):
         models.load(tmp_path)
 
 
+def test_the_names_of_the_first_berts_layer_norms_are_known(tmp_path):
+    """Those converted from TensorFlow have gamma and beta."""
+    written(options.ENCODERS[0], 0, transformers.AutoModelForMaskedLM, tmp_path)
+    _, wanted = models.load(tmp_path)
+    path = tmp_path / "model.safetensors"
+    old = lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    tensors = load_file(path)
+    save_file({old(name): x for name, x in tensors.items()}, path)
+    _, params = models.load(tmp_path)
+    assert jax.tree.all(jax.tree.map(np.array_equal, params, wanted))
+    name = "bert.embeddings.LayerNorm.weight"
+    save_file({old(name): x for name, x in tensors.items()} | {name: tensors[name]}, path)
+    with pytest.raises(ValueError, match="is there twice"):
+        models.load(tmp_path)
+
+
 @pytest.mark.parametrize("name", SEQ2SEQ)
 def test_a_decoder_reads_its_source_once_and_writes_token_by_token(name, tmp_path):
     theirs, config, params = saved(SEQ2SEQ[name], KINDS[SEQ2SEQ[name].family], tmp_path)
