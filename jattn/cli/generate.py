@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from jattn.cli import options, processes
+from jattn.cli import options, processes, screen
 from jattn.cli.command import add_command
 from jattn.engine import Engine, Processes, RequestOutput, SamplingParams
 from jattn.engine.params import is_encodable
@@ -88,10 +88,15 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
     """Print the text of one prompt as it is generated, then its other completions. Returns the number of failures."""
     engine.add_request(prompt, params)
     shown, last = "", None
-    while engine.has_work:
-        for last in engine.step():
+    with screen.progress("waiting for the first token"):  # the first steps may compile their programs
+        outputs = engine.step()
+        while not outputs and engine.has_work:
+            outputs = engine.step()
+    while outputs or engine.has_work:
+        for last in outputs:
             print(last.text[len(shown) :], end="", flush=True)
             shown = last.text
+        outputs = engine.step() if engine.has_work else []
     assert last is not None  # a request that was added gives at least one output
     print()
     for completion in last.outputs[1:]:

@@ -22,9 +22,20 @@ SMALL = ["--num-blocks", "25", "--block-size", "4", "--max-num-seqs", "8", "--ma
 SMALL += ["--max-model-len", "64", "--deterministic", "--backend", "sdpa"]
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 def test_generate_adds_and_streams(capsys):
     assert cli.main(["generate", "740+583=", "--stop", r"\n", *SMALL]) == 0
     assert capsys.readouterr().out == "2340\n"
+
+
+def test_a_terminal_shows_that_generate_waits_for_its_first_token(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr", err := Terminal())
+    assert cli.main(["generate", "740+583=", "--stop", r"\n", *SMALL]) == 0
+    assert capsys.readouterr().out == "2340\n" and "waiting for the first token" in err.getvalue()
 
 
 def test_generate_on_two_devices(capsys):
@@ -107,11 +118,6 @@ def test_a_prompts_file_has_a_prompt_a_line_and_other_separators_are_text(tmp_pa
     file.write_bytes(b"ab\xff")
     assert cli.main(["generate", "--file", str(file), *SMALL]) == 2
     assert "prompts.txt is not UTF-8 (invalid start byte at byte 2)" in capsys.readouterr().err
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
