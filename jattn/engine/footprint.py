@@ -1,6 +1,7 @@
 """The bytes of a model on each device of a layout, and the shortest time of a step: what a plan is made of."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -67,6 +68,7 @@ class Footprint:
         """The number of data ranks that share one set of experts."""
         return self.model_mesh.data_ranks if self.model_mesh is not None and self.model_mesh.experts_over_data else 1
 
+    @functools.cached_property
     def params(self) -> dict[str, Any]:
         """The leaves of params by path, as shapes: of each device's parts."""
         found = {}
@@ -78,18 +80,19 @@ class Footprint:
             found[path] = leaf if place is None else _part(leaf, place(path, spec))
         return found
 
+    @functools.cached_property
     def weights(self) -> list[Weight]:
         """All weights."""
         specs = weight_paths(weight_specs(self.config))
         of_leaf = lambda leaf: sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(leaf))
         return [
             Weight(specs[path], path, of_leaf(leaf), math.prod(leaf.shape) / math.prod(specs[path].shape))
-            for path, leaf in self.params().items()
+            for path, leaf in self.params.items()
         ]
 
     def weight_bytes(self) -> int:
         """On each device."""
-        return sum(weight.device_bytes for weight in self.weights())
+        return sum(weight.device_bytes for weight in self.weights)
 
     def activation_bytes(self, max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> int:
         """An estimate of the temporary memory of the largest dispatch on each device.
@@ -125,7 +128,7 @@ class Footprint:
         is_narrow = has_codes or jnp.dtype(self.dtype).itemsize == 2
         every, experts = is_narrow and tokens > NATIVE_MAX_ROWS, self.quantization is None
         is_copied = lambda axes, rank: experts if "expert" in axes else every and rank > 1
-        copied = [w for w in self.weights() if is_copied(w.spec.axes, len(w.spec.shape))]
+        copied = [w for w in self.weights if is_copied(w.spec.axes, len(w.spec.shape))]
         return sum(int(4 * math.prod(w.spec.shape) * w.share) for w in copied if w.path != "embed")
 
     # ------------------------------------------------------------------ the time of a step
@@ -138,7 +141,7 @@ class Footprint:
         """
         tokens = rows * query_len
         read, flop, sent = 0.0, 0.0, self._reduced_bytes(tokens)
-        for weight in self.weights():
+        for weight in self.weights:
             one_read, one_flop = self._of_weight(weight, tokens, rows)
             read, flop = read + one_read, flop + one_flop
         cache_specs = self.config.cache_specs(2, self.context_ranks, **cache_storage)

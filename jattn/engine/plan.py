@@ -107,7 +107,7 @@ class _Planner:
         self.weight_bytes = self.footprint.weight_bytes()
         fraction = kind.memory_fraction if options.memory_fraction is None else options.memory_fraction
         self.free = int(kind.memory * fraction) - self.weight_bytes  # bytes on each device, once it has the weights
-        cache_dtype = options.cache_dtype or sizing.dtype_of(self.footprint.params())
+        cache_dtype = options.cache_dtype or sizing.dtype_of(self.footprint.params)
         storage = sizing.storage_of(cache_dtype, options.cache_quant)
         block_size = sizing.default_block_size(kind.platform, self.model_mesh)
         step = options.max_num_batched_tokens, sizing.default_burst(kind.platform)

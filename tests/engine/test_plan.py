@@ -191,6 +191,15 @@ def test_every_layout_is_shown_and_those_that_the_engine_refuses_say_why():
     assert "of weights" in small.refused and "do not fit" in small.refused
 
 
+def test_the_weights_of_a_layout_are_listed_once(monkeypatch):
+    """A list takes a tenth of a second of a model of 60 layers with experts, and 64 devices have 28 layouts."""
+    listed = []
+    placed = ModelMesh.weight_sharding
+    monkeypatch.setattr(ModelMesh, "weight_sharding", lambda self, config: listed.append(self) or placed(self, config))
+    plans = plan.plan_layouts(config_of("llama"), "bfloat16", KINDS["h200"], 2, OPTIONS)
+    assert len(plans) == 3 and len(listed) == 3
+
+
 def test_the_time_of_a_step_by_hand():
     """One layer whose reads, products and all-reduces are counted here."""
     config = config_of("llama", num_hidden_layers=1)
