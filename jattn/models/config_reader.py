@@ -15,7 +15,8 @@ HARMLESS = frozenset({
     "torchscript", "tf_legacy_loss", "use_bfloat16", "use_cache", "is_decoder", "is_encoder_decoder",
     "unsloth_version", "unsloth_fixed", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
     "cache_implementation", "classifier_dropout", "init_device", "is_llama_config", "transformers.js_config",
-    "_num_labels", "_commit_hash", "_flash_attn_2_enabled", "xla_device", "output_past",
+    "_num_labels", "_commit_hash", "_flash_attn_2_enabled", "_attn_implementation_internal", "xla_device",
+    "output_past", "custom_pipelines", "trust_remote_code",
     # training only
     "initializer_range", "initializer_factor", "init_std", "attention_dropout", "hidden_dropout", "resid_pdrop",
     "embd_pdrop", "emb_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "dropout",

@@ -124,6 +124,11 @@ UNUSED_KEYS = {  # of published models -> a value that would ask for something e
              pooler_size_per_head=128, pooler_type="first_token_transform"),
         {},
     ),
+    "Gemma 2 9B": ("gemma2", dict(sliding_window_size=4096), dict(sliding_window_size=512)),
+    "Qwen3 Coder": (
+        "qwen3_moe", dict(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0), dict(qkv_bias=True)
+    ),
+    "Dolly 2": ("gpt_neox", dict(custom_pipelines={"text-generation": dict(impl="x.Y")}), {}),
     "DistilGPT2": ("gpt2", dict(_num_labels=1), {}),
     "StableLM 3B": (
         "stablelm", dict(num_heads=32, rope_pct=0.25, norm_eps=1e-05, rotary_scaling_factor=1.0), dict(rope_pct=0.5)

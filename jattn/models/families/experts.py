@@ -55,6 +55,8 @@ def softmax_scores(c: ConfigReader) -> str:
 
 def qwen3_moe(c: ConfigReader) -> ModelConfig:
     """Norms on q and k, per head; the same window in all layers, if use_sliding_window is true."""
+    for name, wanted in dict(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0).items():
+        c.only(name, wanted)  # of Qwen3 Coder
     used = c.flag("use_sliding_window", False)
     c.ignore("max_window_layers")
     window = c.count("sliding_window", None)

@@ -77,6 +77,7 @@ def with_windows(
 
 def gemma2(c: ConfigReader) -> ModelConfig:
     """Every second layer is global; attention logits have a soft cap."""
+    c.only("sliding_window_size", c.count("sliding_window", None))  # of the models of 9B and 27B
     rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
     return with_windows(c, 2, (rope, rope), c.number("attn_logit_softcapping", None, above=0), qk_norm=False)
 
