@@ -19,7 +19,7 @@ SAMPLES, SAMPLE_BYTES = 256, 4096
 """Parts of a file that a fingerprint reads, and the bytes of each."""
 
 OLD_ENDINGS = {".LayerNorm.gamma": ".LayerNorm.weight", ".LayerNorm.beta": ".LayerNorm.bias"}
-"""Endings of names in checkpoints that were converted from TensorFlow, as those of the first BERTs -> the usual ones."""
+"""Endings of names in checkpoints that were converted from TensorFlow, as the first BERTs -> the usual ones."""
 
 DTYPES = dict(
     F64=np.float64, F32=np.float32, F16=np.float16, BF16=ml_dtypes.bfloat16, F8_E4M3=ml_dtypes.float8_e4m3fn,

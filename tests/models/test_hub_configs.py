@@ -129,6 +129,13 @@ UNUSED_KEYS = {  # of published models -> a value that would ask for something e
         "qwen3_moe", dict(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0), dict(qkv_bias=True)
     ),
     "Dolly 2": ("gpt_neox", dict(custom_pipelines={"text-generation": dict(impl="x.Y")}), {}),
+    "GPT2 Medium": ("gpt2", dict(n_special=0, predict_special_tokens=True), {}),
+    "StarCoder2 7B": (
+        "starcoder2",
+        dict(scale_attn_weights=True, activation_function="gelu", attention_softmax_in_fp32=True,
+             scale_attention_softmax_in_fp32=True),
+        dict(scale_attn_weights=False),
+    ),
     "DistilGPT2": ("gpt2", dict(_num_labels=1), {}),
     "StableLM 3B": (
         "stablelm", dict(num_heads=32, rope_pct=0.25, norm_eps=1e-05, rotary_scaling_factor=1.0), dict(rope_pct=0.5)

@@ -31,7 +31,7 @@ def gpt2(c: ConfigReader) -> ModelConfig:
     """Attention logits may be left unscaled, or be divided by the layer's number."""
     c.only("add_cross_attention", False)
     c.only("quantization_config")  # its matrices are stored [in, out], and programs pack them in different orders
-    c.ignore("reorder_and_upcast_attn", "n_ctx", *CLASSIFIER_KEYS)
+    c.ignore("reorder_and_upcast_attn", "n_ctx", "n_special", "predict_special_tokens", *CLASSIFIER_KEYS)
     usual = equal_heads(c)["head_dim"] ** -0.5 if c.flag("scale_attn_weights", True) else 1.0
     by_layer = c.flag("scale_attn_by_inverse_layer_idx", False)
     return learned_positions_decoder(
