@@ -54,7 +54,7 @@ class AttentionSpec:
     has_alibi: bool = False  # params.alibi_slopes are added, times kv_pos - q_pos
     use_alibi_sqrt: bool = False  # ALiBi with -sqrt(q_pos - kv_pos), and 0 for keys after the query
     has_sinks: bool = False  # params.sinks are one more logit per head in the softmax's denominator
-    use_rswa: bool = False  # the window does not hide the first meta.rswa_prefix_lens keys of a request
+    use_rswa: bool = False  # the window's left side does not hide the first meta.rswa_prefix_lens keys
     use_mm_prefix: bool = False  # tokens of one span of meta.mm_prefix_ranges see each other in both directions
     mm_prefix_clamp_sliding_window: bool = False  # ... but not past the left edge of the window (Gemma 4)
     use_qq_bias: bool = False  # params.qq_bias is added between a request's new tokens (token trees), after ALiBi

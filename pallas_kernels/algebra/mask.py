@@ -11,6 +11,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+MOST_KEYS = 2**30
+"""More keys than any request has. The sum of this and a position fits int32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class MaskRule:
@@ -25,6 +28,14 @@ class MaskRule:
     spans: bool = False  # queries of a span see all keys of the span, causal or not; its bounds are traced
     clamp_spans: bool = False  # with spans: only keys within `left`
     mask_fn: Callable | None = None  # (head, q_pos, kv_pos) -> bool
+
+    def __post_init__(self):
+        # Wider limits hide no key, but added to a position they would leave int32 and hide all.
+        for side in ("left", "right"):
+            if getattr(self, side) >= MOST_KEYS:
+                object.__setattr__(self, side, -1)
+        if self.chunk > 0:
+            object.__setattr__(self, "lookback", min(self.lookback, MOST_KEYS // self.chunk))
 
 
 def visible(

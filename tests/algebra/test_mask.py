@@ -52,6 +52,20 @@ def test_the_mask_is_this_matrix(name):
     np.testing.assert_array_equal(seen, np.array(expected))
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [MaskRule(causal=False, left=most, right=most) for most in (2**30, 2**31 - 2, 2**31 - 1)]
+    + [MaskRule(causal=False, chunk=c, lookback=n) for c, n in ((2**31 - 1, 0), (2, 2**31 - 1), (10**6, 10**6))],
+)
+def test_limits_near_the_end_of_int32_hide_no_key_before(rule):
+    position = jnp.arange(4) + 2**29
+    start, stop = key_range(rule, position[0], position[-1], position[-1] + 9)
+    earliest, latest = jnp.array([0, 2**29 - 9]) if rule.chunk == 0 else position[:2]
+    assert int(start) <= int(earliest) and int(stop) > int(latest)
+    keys = jnp.array([earliest, latest])
+    assert visible(rule, jnp.zeros((1, 1), int), position[2:, None], keys[None]).all()
+
+
 def test_a_traced_causal_flag_overrules_the_rule():
     position = jnp.arange(3)
     flags = jnp.array([True, False, True])[:, None]
