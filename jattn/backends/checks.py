@@ -16,7 +16,7 @@ from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integer, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.attention_type import keys_of
-from jattn.metadata.batch import check_block_size, in_int32
+from jattn.metadata.batch import check_block_size, check_per_request, in_int32
 from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, Feature
@@ -113,6 +113,7 @@ def check_lengths(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) 
         starts, lengths = jnp.shape(batch.query_start_loc), jnp.shape(batch.seq_lens)
         if lengths != (meta.max_num_reqs,) or starts != (meta.max_num_reqs + 1,):
             raise ValueError(f"query_start_loc.shape={starts} must be (R + 1,) and seq_lens.shape={lengths} (R,)")
+    check_per_request(meta)
     return meta
 
 

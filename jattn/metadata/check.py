@@ -3,7 +3,7 @@
 import numpy as np
 
 from jattn.errors.arguments import integers, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size, check_per_request
 from pallas_kernels.algebra.paging import cdiv
 
 _HOST = integers(1, host="call check_host before device_put, never inside jit")
@@ -25,6 +25,7 @@ def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentio
     seq = np.asarray(_HOST("meta.seq_lens", meta.seq_lens))
     if start.shape != (len(seq) + 1,):
         raise ValueError(f"meta.query_start_loc.shape={start.shape} must be (R + 1,) with {seq.shape=}")
+    check_per_request(meta)
     query = np.diff(start)
     if start[0] != 0 or (query < 0).any():
         raise ValueError(f"query_start_loc={start} must start at 0 and not descend")

@@ -98,6 +98,21 @@ REFUSED = {
         ValueError,
         r"meta.mm_prefix_ranges.shape=\(5, 2\) must be \[R, n, 2\] with R=5",
     ),
+    "causality of another R": (
+        lambda: build(batch().replace(causal=[True, False])),
+        ValueError,
+        r"meta.causal.shape=\(2,\) must be \(5,\): one for each request",
+    ),
+    "causality of another R on the host": (
+        lambda: jattn.check_host(batch().replace(causal=[True, False])),
+        ValueError,
+        r"meta.causal.shape=\(2,\) must be \(5,\): one for each request",
+    ),
+    "final lengths of another R": (
+        lambda: build(batch().replace(final_seq_lens=[9])),
+        ValueError,
+        r"meta.final_seq_lens.shape=\(1,\) must be \(5,\): one for each request",
+    ),
     "ranges of fewer requests": (
         lambda: batch(mm_prefix_ranges=[[(0, 2)]]),
         ValueError,
