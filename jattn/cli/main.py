@@ -8,6 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 import jattn
 from jattn.cli import bench, demo, doctor, explain, generate, models, plan, screen, serve, signals
 from jattn.cli.command import Parser
@@ -77,6 +79,15 @@ def _run(argv: Sequence[str] | None) -> int:
         if isinstance(error, OSError) and error.errno in UNWRITTEN and error.filename is None:  # of print, mostly
             return _unwritten(error)
         print(f"jattn: {screen.told(error)}", file=sys.stderr)
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if not screen.is_of_transfer_guard(error):
+            raise
+        print(
+            "jattn: JAX_TRANSFER_GUARD, or a JAX_TRANSFER_GUARD_*, forbids transfers between host and device, and this "
+            "command needs them: unset it",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         signals.say(signal.SIGINT)

@@ -2,10 +2,13 @@
 
 import contextlib
 import importlib.util
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
+
+import jax
 
 from jattn.errors import CacheFullError, UnsupportedError
 
@@ -17,6 +20,11 @@ QUIET_SECONDS = 10.0
 
 Report = Callable[[int, int, str], None]
 """report(done, total, what): called before each part of a long task."""
+
+
+def is_of_transfer_guard(error: jax.errors.JaxRuntimeError) -> bool:
+    """Did jax_transfer_guard refuse a transfer?"""
+    return re.search("Disallowed [a-z-]+ transfer", str(error)) is not None
 
 
 def told(error: BaseException) -> str:

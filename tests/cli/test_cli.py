@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
@@ -99,6 +100,13 @@ def test_a_platform_that_jax_cannot_start_is_a_sentence(command, platform):
     said = done.stderr.splitlines()[-1]
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert said.startswith(f"jattn: JAX finds no device with JAX_PLATFORMS={platform}: ") and "unset" in said
+
+
+def test_a_transfer_guard_is_a_sentence(capsys):
+    with jax.transfer_guard("disallow"):
+        assert cli.main(["generate", "1+1="]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jattn: JAX_TRANSFER_GUARD") and said.endswith("unset it\n") and said.count("\n") == 1
 
 
 @pytest.mark.parametrize(
