@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import folders
+from pallas_kernels import folders, switches
 
 MAX_MB = 2048
 """The default size limit. A program of a model of 1e9 parameters has some MB."""
@@ -81,6 +81,7 @@ def enable(max_mb: int = MAX_MB) -> pathlib.Path | None:
     if folder is None:
         log.warning("compiled programs are not kept on disk: %s", why)
         return None
+    _remove_special(folder)
     trim(folder.parent, max_mb << 20)
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # small ones too: a start has many
@@ -124,7 +125,7 @@ def _own_folders() -> list[str]:
 
 def switched_off() -> str:
     """The setting that switches the cache off; "" if none does."""
-    if os.environ.get("JATTN_COMPILE_CACHE") == "0":
+    if not switches.is_on("JATTN_COMPILE_CACHE"):
         return "switched off by JATTN_COMPILE_CACHE=0"
     return "" if _setting("jax_enable_compilation_cache") else "switched off by JAX_ENABLE_COMPILATION_CACHE"
 
@@ -179,6 +180,15 @@ def processor() -> str:
     known = [f"{name.strip()}:{text.strip()}" for name, text in fields.items() if name.strip() in PROCESSOR]
     features = "\n".join(known) or f"{platform.node()} {platform.processor()}"
     return f"{platform.machine()}-{hashlib.sha256(features.encode()).hexdigest()[:16]}"
+
+
+def _remove_special(folder: pathlib.Path) -> None:
+    """Remove pipes, sockets and devices among JAX's entries: JAX opens an entry to read it, and would wait for ever."""
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            kind = path.stat().st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                path.unlink()
 
 
 def _files(folder: pathlib.Path) -> list[tuple[pathlib.Path, os.stat_result]]:

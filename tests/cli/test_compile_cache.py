@@ -149,6 +149,27 @@ def test_a_switch_turns_it_off(home, monkeypatch, caplog, switch):
         jax.config.update("jax_enable_compilation_cache", before)
 
 
+def test_a_switch_that_is_neither_0_nor_1_is_refused(home, monkeypatch):
+    monkeypatch.setenv("JATTN_COMPILE_CACHE", "2")
+    for use in (compile_cache.enable, compile_cache.status, compile_cache.own_folder):
+        with pytest.raises(
+            ValueError, match=r"JATTN_COMPILE_CACHE='2' in the environment must be 0 \(off\) or 1 \(on\)"
+        ):
+            use()
+    for on in ("1", ""):
+        monkeypatch.setenv("JATTN_COMPILE_CACHE", on)
+        assert not compile_cache.switched_off()
+
+
+def test_entries_that_jax_could_read_for_ever_are_removed(home):
+    folder = compile_cache.enable()
+    jax.config.update("jax_compilation_cache_dir", None)
+    os.mkfifo(folder / "pipe-cache")
+    (folder / "zeros-cache").symlink_to("/dev/zero")
+    (folder / "program-cache").write_bytes(b"x")
+    assert compile_cache.enable() == folder and [path.name for path in entries(folder)] == ["program-cache"]
+
+
 @pytest.mark.slow
 def test_a_cache_of_the_users_own_stays_and_is_not_limited(home, tmp_path, monkeypatch, capsys):
     own = tmp_path / "own"

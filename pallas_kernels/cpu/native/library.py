@@ -8,6 +8,7 @@ import os
 
 import jax
 
+from pallas_kernels import switches
 from pallas_kernels.cpu.native import build, kept
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ def status() -> LibraryStatus:
 
 
 def _load() -> LibraryStatus:
-    if os.environ.get("JATTN_NATIVE") == "0":
+    if not switches.is_on("JATTN_NATIVE"):
         return LibraryStatus(reason="the native library is switched off by JATTN_NATIVE=0")
     try:
         found, handle = _open()

@@ -30,6 +30,12 @@ def refused(monkeypatch, place: pathlib.Path, why: str) -> None:
     assert str(place) in library._load().reason
 
 
+def test_a_switch_that_is_neither_0_nor_1_is_refused(monkeypatch):
+    monkeypatch.setenv("JATTN_NATIVE", "off")
+    with pytest.raises(ValueError, match=r"JATTN_NATIVE='off' in the environment must be 0 \(off\) or 1 \(on\)"):
+        library._load()
+
+
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777, 0o1777])
 def test_a_folder_that_others_can_write_is_refused(monkeypatch, pretended, mode):
     place = pretended / "shared"
