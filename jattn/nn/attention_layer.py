@@ -77,6 +77,11 @@ class AttentionConfig:
             raise ValueError(
                 f"max_distance={self.max_distance!r} must be given if and only if {self.spec.use_distance_bias=}"
             )
+        if self.spec.use_qq_bias:
+            raise ValueError(
+                "use_qq_bias=True: this layer has no qq_bias, which differs from step to step; call "
+                "jattn.PagedAttention with AttentionParams(qq_bias=...)"
+            )
         if self.rope is not None and self.rope.dim > self.spec.head_dim:
             raise ValueError(f"{self.rope.dim=} must not exceed head_dim={self.spec.head_dim!r}")
         if self.spec.output_dtype is not None:

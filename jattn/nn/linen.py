@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from jattn.cache import PagedKV
+from jattn.errors.arguments import check_kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.nn.apply import apply_attention
 from jattn.nn.attention_layer import AttentionConfig
-from jattn.nn.weight_spec import WeightSpec
+from jattn.nn.weight_spec import WeightSpec, check_param_dtype
 
 
 class PagedAttention(nn.Module):
@@ -30,15 +31,15 @@ class PagedAttention(nn.Module):
         keys_from: jax.Array | None = None,
     ) -> tuple[PagedKV | None, jax.Array]:  # fmt: skip
         """x [T, hidden] -> (cache, [T, hidden]); see jattn.nn.apply_attention."""
+        config = check_kind("config", self.config, AttentionConfig, "AttentionConfig(spec=spec, hidden_size=...)")
+        dtype = check_param_dtype(self.param_dtype)
         weights = {
-            name: _param(self, name, weight, self.param_dtype)
+            name: _param(self, name, weight, dtype)
             if isinstance(weight, WeightSpec)
-            else _Group(weight, self.param_dtype, name=name)()
-            for name, weight in self.config.weight_specs().items()
+            else _Group(weight, dtype, name=name)()
+            for name, weight in config.weight_specs().items()
         }
-        return apply_attention(
-            self.config, weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend
-        )
+        return apply_attention(config, weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend)
 
 
 class _Group(nn.Module):

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.cache import PagedKV
+from jattn.errors.arguments import check_kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.nn.apply import apply_attention
 from jattn.nn.attention_layer import AttentionConfig
-from jattn.nn.weight_spec import WeightSpec
+from jattn.nn.weight_spec import WeightSpec, check_param_dtype
 from jattn.spec import AttentionSpec
 
 
@@ -31,6 +32,8 @@ class PagedAttention(nnx.Module):
     ):  # fmt: skip
         self.config = AttentionConfig(spec=spec, hidden_size=hidden_size, **options)
         self.backend = backend
+        check_kind("rngs", rngs, nnx.Rngs, "e.g. nnx.Rngs(0)")
+        param_dtype = check_param_dtype(param_dtype)
         for name, weight in self.config.weight_specs().items():
             if isinstance(weight, WeightSpec):
                 setattr(self, name, _param(weight, rngs, param_dtype))

@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.errors.arguments import dtype_name, short
+from pallas_kernels.algebra import quant
+
 
 @dataclasses.dataclass(frozen=True)
 class WeightSpec:
@@ -22,6 +25,14 @@ class WeightSpec:
             return jnp.full(self.shape, self.fill, dtype)
         inputs = self.shape[-2] if len(self.shape) > 1 else 1
         return (jax.random.normal(key, self.shape, jnp.float32) / math.sqrt(inputs)).astype(dtype)
+
+
+def check_param_dtype(value: Any) -> str:
+    """The name of a dtype that weights can be initialised in; ValueError for any other."""
+    name = dtype_name("param_dtype", value)
+    if name not in quant.FLOATS:
+        raise ValueError(f"param_dtype={short(value)} must be one of {', '.join(quant.FLOATS)}")
+    return name
 
 
 def is_weight_spec(x: Any) -> bool:

@@ -214,3 +214,30 @@ def test_every_option_moves_the_result(name):
 def test_what_cannot_mean_anything_is_refused(message, bad):
     with pytest.raises(ValueError, match=message):
         bad()
+
+
+@pytest.mark.parametrize(
+    ("message", "bad"),
+    [
+        ("config must be AttentionConfig, got AttentionSpec", lambda: jattn.nn.linen.PagedAttention(SPEC)),
+        ("param_dtype=.*int32.* must be one of", lambda: jattn.nn.linen.PagedAttention(FULL, param_dtype=jnp.int32)),
+    ],
+)
+def test_a_linen_module_of_the_wrong_kind_says_so_when_it_is_used(message, bad):
+    with pytest.raises((TypeError, ValueError), match=message):
+        bad().init(jax.random.key(0), np.zeros((1, HIDDEN), np.float32), batch([1, 1]))
+
+
+@pytest.mark.parametrize(
+    ("message", "bad"),
+    [
+        ("rngs must be Rngs, got int; e.g. nnx.Rngs", dict(rngs=0)),
+        ("param_dtype='bf' is not a dtype", dict(param_dtype="bf")),
+        ("param_dtype=.*int32.* must be one of", dict(param_dtype=jnp.int32)),
+        ("use_qq_bias=True: this layer has no qq_bias", dict(spec=dataclasses.replace(SPEC, use_qq_bias=True))),
+    ],
+)
+def test_an_nnx_layer_that_could_not_work_is_refused(message, bad):
+    given = dict(spec=SPEC, hidden_size=HIDDEN, rngs=nnx.Rngs(0)) | bad
+    with pytest.raises((TypeError, ValueError), match=message):
+        jattn.nn.PagedAttention(**given)
