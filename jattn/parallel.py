@@ -224,6 +224,8 @@ def decode_context_parallel(
         device.check_context("the step divides its arguments")
         names = ("q", "kv_c", "k_pe") if isinstance(spec, MLASpec) else ("q", "k", "v")
         checks.check_cache(cache, cache_spec)
+        if params is not None:
+            check_kind("params", params, MLAParams if isinstance(spec, MLASpec) else AttentionParams)
         params = with_arrays(params) if isinstance(params, AttentionParams) else params
         run = in_program if is_traced(q) else mapped
         return run(*_arrays(**dict(zip(names, (q, k, v), strict=True))), cache, BATCH("meta", meta), params)

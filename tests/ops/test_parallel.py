@@ -303,6 +303,14 @@ def test_params_of_divided_heads_are_refused_by_their_whole_shape():
         step(*arguments, jattn.AttentionParams(sinks=np.zeros(3, np.float32)))
 
 
+@pytest.mark.parametrize("make", [tensor_parallel, decode_context_parallel])
+@pytest.mark.parametrize("params", ["p", {}, jattn.MLAParams()])
+def test_params_of_another_kind_are_refused_before_jit(make, params):
+    step, arguments = small_step(make, mesh(2))
+    with pytest.raises(TypeError, match="params must be AttentionParams, got"):
+        step(*arguments, params)
+
+
 @pytest.mark.parametrize("door", [tensor_parallel, decode_context_parallel])
 def test_a_step_takes_lists_and_names_the_sizes_of_the_whole_layer(door):
     spec = jattn.AttentionSpec(num_heads=4, num_kv_heads=2, head_dim=8, has_sinks=True)
