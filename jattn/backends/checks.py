@@ -30,7 +30,7 @@ _CACHE_FIELDS = (
 
 def check_specs(spec: AttentionSpec, cache_spec: KVCacheSpec) -> None:
     """The layer and its cache must agree on heads and head dims."""
-    check_kind("spec", spec, AttentionSpec)
+    check_kind("spec", spec, AttentionSpec, "jattn.MLAAttention takes an MLASpec")
     check_kind("cache_spec", cache_spec, KVCacheSpec, "jattn.attention(q, k, v, meta, spec) needs no cache")
     for name in ("num_kv_heads", "head_dim", "v_head_dim"):
         layer, cache = getattr(spec, name), getattr(cache_spec, name)

@@ -31,6 +31,8 @@ def get_dcp_local_seq_lens(seq_lens, dcp_size: int = 1, rank=None, interleave: i
     """
     xp = array_module(seq_lens, rank)
     lens = xp.asarray(seq_lens, xp.int32)
+    if rank is not None and not isinstance(rank, jax.Array) and not 0 <= rank < dcp_size:
+        raise ValueError(f"rank={rank} must be one of the {dcp_size=} ranks, counted from 0")
     if rank is None and lens.ndim != 1:
         raise ValueError(f"seq_lens.shape={lens.shape} must be (R,), or rank must be given")
     if rank is None:

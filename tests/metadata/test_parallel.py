@@ -25,6 +25,12 @@ def test_ranks_hold_the_keys_that_go_round_in_runs(seq_lens, size, interleave):
         assert get_dcp_local_seq_lens(np.array(seq_lens), size, rank, interleave).tolist() == local[:, rank].tolist()
 
 
+@pytest.mark.parametrize("rank", [-1, 2, np.int64(3)])
+def test_a_rank_that_is_not_there_is_refused(rank):
+    with pytest.raises(ValueError, match=r"rank=-?\d must be one of the dcp_size=2 ranks, counted from 0"):
+        get_dcp_local_seq_lens([5, 6], 2, rank)
+
+
 _local = jax.jit(lambda lens, rank: get_dcp_local_seq_lens(lens, 3, rank, 4))
 
 
