@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.cache.layout import PagedKV, check_alive
 from jattn.errors.arguments import integers, takes
@@ -11,10 +12,15 @@ def _alive(name: str, cache: PagedKV) -> PagedKV:
     return check_alive(cache, name)
 
 
+def _pairs(name: str, pairs):
+    """i32[n, 2]; an empty list has no pairs."""
+    return _PAIRS(name, np.zeros((0, 2), np.int32) if isinstance(pairs, (list, tuple)) and not pairs else pairs)
+
+
 _PAIRS = integers(2)
 
 
-@takes(cache=_alive, src_dst=_PAIRS)
+@takes(cache=_alive, src_dst=_pairs)
 def copy_blocks(cache: PagedKV, src_dst: jax.Array) -> PagedKV:
     """Copy block src to block dst for each pair (src, dst) of i32[n, 2]. All pairs read the old values.
 
@@ -23,7 +29,7 @@ def copy_blocks(cache: PagedKV, src_dst: jax.Array) -> PagedKV:
     return swap_blocks(cache, cache, src_dst)
 
 
-@takes(src_cache=_alive, dst_cache=_alive, src_dst=_PAIRS)
+@takes(src_cache=_alive, dst_cache=_alive, src_dst=_pairs)
 def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> PagedKV:
     """Copy blocks of src_cache to dst_cache and return the new dst_cache. The specs may differ in num_blocks only."""
     if src_dst.shape[1] != 2:

@@ -52,3 +52,11 @@ def test_blocks_only_move_between_twins():
         jattn.swap_blocks(cache, filled("float32", "none", 0, block_size=4), jnp.array([[0, 0]]))
     with pytest.raises(ValueError, match=r"must have 2 axes of integers"):
         jattn.copy_blocks(cache, jnp.array([0, 1]))
+
+
+@pytest.mark.parametrize("none", [[], ()])
+def test_a_step_without_copies_is_an_empty_list(none):
+    spec = jattn.KVCacheSpec(num_blocks=2, block_size=2, num_kv_heads=1, head_dim=4, dtype="float32")
+    cache = jattn.empty_cache(spec, 3.0)
+    for moved in (jattn.copy_blocks(cache, none), jattn.swap_blocks(cache, cache, none)):
+        np.testing.assert_array_equal(moved.k, cache.k)
