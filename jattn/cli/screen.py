@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
-import jax
-
 from jattn.errors import CacheFullError, UnsupportedError
 
 EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
@@ -22,7 +20,7 @@ Report = Callable[[int, int, str], None]
 """report(done, total, what): called before each part of a long task."""
 
 
-def is_of_transfer_guard(error: jax.errors.JaxRuntimeError) -> bool:
+def is_of_transfer_guard(error: BaseException) -> bool:
     """Did jax_transfer_guard refuse a transfer?"""
     return re.search("Disallowed [a-z-]+ transfer", str(error)) is not None
 
