@@ -216,8 +216,8 @@ def jobs_of():
     tuned = [(shape, "int4_g64", rows) for rows in (64, 16, 1) for shape in eight]
     more = [("8b_gate_up", form, rows) for rows in (1, 16) for form in list(FORMS)[1:]]
     more += [(shape, "int4_g64", rows) for rows in (1, 16) for shape in list(SHAPES)[4:]]
-    more += [("8b_down", form, 8) for form in FORMS] + [("8b_gate_up", "int4_g64", 8)]
-    more += [(shape, "int4_g64", rows) for rows in (32, 64, 128, 256) for shape in eight]
+    more += [("8b_down", form, rows) for rows in (8, 100) for form in FORMS] + [("8b_gate_up", "int4_g64", 8)]
+    more += [(shape, "int4_g64", rows) for rows in (32, 64, 96, 128, 256) for shape in eight]
     more += [(shape, form, rows) for form in ("fp8_g128", "int8") for rows in (1, 16, 64) for shape in eight]
     case = lambda part, work, of: (named(part, *of), functools.partial(work, *of))
     yield from (case("packed_product", measure, of) for of in measured)

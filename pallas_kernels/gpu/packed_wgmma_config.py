@@ -8,20 +8,22 @@ from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES, MAX_SPLIT
 
 COLUMNS = 64  # of a warpgroup: the rows of wgmma
 PIECE = 128  # columns of 8 bits that TMA swizzles in shared memory
-TILE_ROWS = 64  # of a CTA, at most
+TILE_ROWS, WIDE_TILE_ROWS = 64, 128  # of a CTA, at most; wide ones have codes decoded for twice as many rows
 MAX_ROWS = 256
 """Rows up to which it is faster than XLA's product with the dequantised matrix: gate and up of 8B take 230 us."""
 MOST_STAGES = 12
 SHARED_BYTES, SHARED_BYTES_OF_TWO = 222 * 1024, 108 * 1024
 """Of a CTA, and of each of two on an SM, without the barriers and what Mosaic adds to each buffer: up to 1 KiB."""
-WAYS = tuple((warpgroups, depth) for warpgroups in (4, 2) for depth in (256, 128, 64))
-"""(warpgroups of a CTA, inputs of a stage) that `choose` tries."""
+WAYS = tuple((TILE_ROWS, warpgroups, depth) for warpgroups in (4, 2) for depth in (256, 128, 64))
+WAYS += tuple((WIDE_TILE_ROWS, 2, depth) for depth in (128, 64))
+"""(most rows and warpgroups of a CTA, inputs of a stage) that `choose` tries."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedWgmmaConfig(PackedConfig):
     """A launch of packed_wgmma_sm90.py."""
 
+    most_rows: int = TILE_ROWS  # of a CTA
     warpgroups: int = 4  # of a CTA, side by side
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
     depth: int = 128  # inputs of a chunk, which a stage holds
@@ -37,7 +39,7 @@ class PackedWgmmaConfig(PackedConfig):
     @property
     def tiles(self) -> int:
         """Of rows."""
-        return -(-self.rows // TILE_ROWS)
+        return -(-self.rows // self.most_rows)
 
     @property
     def tile_rows(self) -> int:
@@ -119,8 +121,12 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(not whole, f"widths {c.widths}: wanted multiples of the {c.strip} columns of a CTA")
     refuse(not 1 <= c.splits <= min(c.chunks, MAX_SPLITS), f"{c.splits} CTAs of a cluster for {c.chunks} stages")
     refuse(c.warpgroups not in (2, 4), f"{c.warpgroups} warpgroups: wanted 2 or 4")
-    too_deep = c.depth > 128 and c.tile_rows > 32
-    refuse(too_deep, f"stages of {c.depth} inputs with {c.tile_rows} rows: a thread would spill registers")
+    refuse(c.most_rows not in (TILE_ROWS, WIDE_TILE_ROWS), f"{c.most_rows} rows of a CTA: wanted 64 or 128")
+    crowded = c.most_rows == WIDE_TILE_ROWS and c.warpgroups == 4
+    refuse(crowded, "128 rows for 4 warpgroups: a thread would have too few registers, wanted 2")
+    too_deep = c.depth > 128 and c.tile_rows > 32 or c.depth > 64 and c.most_rows > TILE_ROWS and c.span < 64
+    seen = f"stages of {c.depth} inputs in groups of {c.group} with {c.tile_rows} rows"
+    refuse(too_deep, f"{seen}: a thread would spill registers")
     refuse(c.stages < 3, f"{c.stages} stages: wanted at least 3")
     if not reasons:
         need, largest = c.stages * c.stage_bytes, c.stages * max(c.value_bytes, c.token_bytes)
@@ -140,7 +146,8 @@ def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedWgmmaConf
 
 def ways(base: PackedWgmmaConfig, chip: str = "sm_90") -> list[PackedWgmmaConfig]:
     """Every division of the work that the kernel serves."""
-    every = (_divided(base, *way, splits) for way in WAYS for splits in range(1, MAX_SPLITS + 1))
+    useful = [way for way in WAYS if way[0] == TILE_ROWS or base.rows > TILE_ROWS]
+    every = (_divided(base, *way, splits) for way in useful for splits in range(1, MAX_SPLITS + 1))
     return [way for way in every if not supports(way, chip=chip)]
 
 
@@ -154,12 +161,12 @@ def fewest_rows(config: PackedWgmmaConfig) -> int:
     return 9 if BITS[config.format] == 8 or (config.format == "int4" and not config.has_zeros and is_large) else 17
 
 
-def _divided(base: PackedWgmmaConfig, warpgroups: int, depth: int, splits: int) -> PackedWgmmaConfig:
+def _divided(base: PackedWgmmaConfig, most_rows: int, warpgroups: int, depth: int, splits: int) -> PackedWgmmaConfig:
     """One division of the work, with as many stages as fit, or as its steps and the sums need."""
-    way = dataclasses.replace(base, warpgroups=warpgroups, depth=depth, splits=splits)
+    way = dataclasses.replace(base, most_rows=most_rows, warpgroups=warpgroups, depth=depth, splits=splits)
     if way.inner % depth or (not way.is_whole and way.group % depth and depth % way.group):
         return way
-    limit = SHARED_BYTES if warpgroups == 4 else SHARED_BYTES_OF_TWO
+    limit = SHARED_BYTES if warpgroups == 4 or most_rows == WIDE_TILE_ROWS else SHARED_BYTES_OF_TWO
     for_sums = -(-way.sum_bytes // max(way.value_bytes, way.token_bytes))
     stages = min(limit // way.stage_bytes, MOST_STAGES, max(-(-way.chunks // splits), for_sums))
     return dataclasses.replace(way, stages=max(stages, 3))
@@ -171,19 +178,23 @@ START, HIDDEN, PEER = 5.0, 0.6, 0.15
 cluster."""
 PAIRS = 0.95  # part of the places for CTAs that clusters of two can take
 USABLE = {1: 0.8, 2: 0.85}  # the same of larger clusters, by the CTAs that fit on an SM
-UNIT, UNIT_OF_ROW, UNIT_OF_STAGE = 0.052, 0.0011, 3.3
-"""Microseconds of an SM for 64 columns of 64 inputs: in any case, for each row, and divided by the depth of a stage."""
+LARGE_CLUSTERS = 1.6  # of more than 4 CTAs, several times on each SM: down of 8B with 192 rows and 7 takes 102, not 67
+UNIT = {TILE_ROWS: 0.052, WIDE_TILE_ROWS: 0.032}
+UNIT_OF_ROW = {TILE_ROWS: 0.0011, WIDE_TILE_ROWS: 0.00157}
+UNIT_OF_STAGE = 3.3
+"""Microseconds of an SM for 64 columns of 64 inputs: in any case and for each row, by the most rows of a CTA, and
+divided by the depth of a stage. Of wide tiles an SM has one CTA, with less to do meanwhile (an H100, 2026-11-28)."""
 UNIT_OF_FORMAT = {"int8": -0.008, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
 UNIT_OF_SMALL_GROUP = 0.023  # with groups of 32
 
 
 def cost(config: PackedWgmmaConfig, processors: int) -> float:
-    """About the microseconds of a launch; measured on an H200 with 16 to 128 rows.
+    """About the microseconds of a launch; measured on an H200 with 16 to 128 rows, of wide tiles on an H100.
 
     CTAs of one SM share its time. Two fit on an SM if both have two warpgroups of at most 128 registers.
     """
     c = config
-    few_registers = c.span == 64 or c.tile_rows <= 16
+    few_registers = (c.span == 64 or c.tile_rows <= 16) and c.most_rows == TILE_ROWS
     slots = 2 if few_registers and c.warpgroups == 2 and c.stages * c.stage_bytes <= SHARED_BYTES_OF_TWO else 1
     alone, most = processors, processors * slots  # CTAs that have an SM for themselves; that run at the same time
     if c.splits > 1:  # clusters are not spread evenly
@@ -192,9 +203,11 @@ def cost(config: PackedWgmmaConfig, processors: int) -> float:
     ctas, most = c.strips * c.tiles * c.splits, most // c.splits * c.splits
     rounds = -(-ctas // most)
     busiest = slots * (rounds - 1) + min(-(-(ctas - most * (rounds - 1)) // alone), slots)
-    unit = UNIT + UNIT_OF_ROW * c.tile_rows + UNIT_OF_STAGE / c.depth + UNIT_OF_FORMAT[c.format]
+    unit = UNIT[c.most_rows] + UNIT_OF_ROW[c.most_rows] * c.tile_rows
+    unit += UNIT_OF_STAGE / c.depth + UNIT_OF_FORMAT[c.format]
     unit += UNIT_OF_SMALL_GROUP if c.group == 32 else 0
     work = busiest * c.warpgroups * -(-c.chunks // c.splits) * c.depth / 64 * unit
+    work *= LARGE_CLUSTERS if c.splits > 4 and rounds > 2 else 1
     read = c.inner * sum(c.widths) * BITS[c.format] / 8 / READ_RATE
     start = START * (1 + (rounds - 1) / slots) - (HIDDEN if slots > 1 and busiest > 1 and c.stages > 3 else 0)
     return max(work, read) + start + PEER * c.splits
