@@ -163,7 +163,7 @@ class PagedKV:
     k: jax.Array  # spec.shape
     v: jax.Array  # spec.v_shape
     k_token_scale: jax.Array | None  # f32 spec.token_scale_shape; None unless quant='per_token_head'
-    v_token_scale: jax.Array | None  # the same of the values
+    v_token_scale: jax.Array | None  # the same of the values; not negative
     spec: KVCacheSpec = static()
 
     def logical(self) -> tuple[jax.Array, jax.Array]:

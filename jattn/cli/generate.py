@@ -118,11 +118,23 @@ def _all(
             print(json.dumps(record, ensure_ascii=not is_utf8), flush=True)
         return failures
     failures = 0
-    for text, output in zip(texts, engine.generate(prompts, params), strict=True):
+    for text, output in zip(texts, _answers(engine, prompts, params), strict=True):
         for completion in output.outputs:
             print(text + ("\n" if args.chat else "") + completion.text)
         failures += _report_error(output)
     return failures
+
+
+def _answers(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> list[RequestOutput]:
+    """The outputs of all prompts, in their order; a terminal shows how many are done."""
+    ids, found = [engine.add_request(prompt, params) for prompt in prompts], {}
+    with screen.progress("generating") as report:
+        report(0, len(ids), "prompts")
+        for output in engine.drain():
+            found[output.id] = output
+            if len(found) < len(ids):
+                report(len(found), len(ids), "prompts")
+    return [found[id] for id in ids]
 
 
 def _record(index: int, prompt: str, output: RequestOutput) -> dict:

@@ -38,6 +38,14 @@ def test_a_terminal_shows_that_generate_waits_for_its_first_token(capsys, monkey
     assert capsys.readouterr().out == "2340\n" and "waiting for the first token" in err.getvalue()
 
 
+def test_a_terminal_shows_how_many_prompts_are_done(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr", err := Terminal())
+    monkeypatch.setattr(screen, "_console", lambda stream: None)
+    assert cli.main(["generate", "740+583=", "100+200=", "--stop", r"\n", *SMALL]) == 0
+    assert capsys.readouterr().out == "740+583=2340\n100+200=3000\n"
+    assert err.getvalue().endswith("generating 1/2: prompts\ngenerating 2/2: prompts\n")
+
+
 def test_generate_on_two_devices(capsys):
     assert cli.main(["generate", "740+583=", "--stop", r"\n", *SMALL, "--tensor-parallel", "2"]) == 0
     assert capsys.readouterr().out == "2340\n"
