@@ -375,7 +375,8 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
         return stored_barriers[1].at[slot], barriers[0].at[to]
 
     def hand_over(arrivals):
-        """Of keys and values together: a commit waits until the scales of the next block are loaded."""
+        """Commits converted tiles, then arrives. Of keys and values together where that may be: a commit also waits for
+        loads that are under way, those of the next block's scales."""
         plgpu.commit_smem()
         for barrier in arrivals:
             plgpu.barrier_arrive(barrier)
@@ -443,7 +444,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             if cfg.compute_dtype is None:
                 pair = (refs.k_stored_full, refs.k_stored_free), (refs.k_full, refs.k_free)
                 arrivals = convert_block(n, of_keys, refs.k_stored, refs.k_tile, *pair, put)
-            if arrivals and cfg.stages == 1:  # the values before these are not released until the keys are there
+            if arrivals and cfg.stages == 1:  # the values before are not released until these keys are there
                 arrivals = hand_over(arrivals)
             pair = (refs.v_stored_full, refs.v_stored_free), (refs.v_full, refs.v_free)
             hand_over(arrivals + convert_block(n, of_values, refs.v_stored, refs.v_tile, *pair, zero))

@@ -39,7 +39,6 @@ from pallas_kernels.gpu.row_states_sm90 import (
 )
 from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
 
-OF_KEYS, LOG_SCALES, RECIPROCALS = range(3)  # parts of a row of token scales
 MOST_COLUMNS = 128  # of one wgmma, where four warpgroups leave it 128 registers
 
 
@@ -335,7 +334,9 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
 
     def step(j, state, masked):
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        (of_keys,) = _token_scales(cfg, refs, blocks_before + j, OF_KEYS)  # on their way during the products
+        (of_keys,) = _token_scales(
+            cfg, refs, blocks_before + j, token_scales.OF_KEYS
+        )  # on their way during the products
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot], end_turn)
         dots = token_scales.multiply_per_key(dots, of_keys, 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
@@ -343,7 +344,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         if cfg.weights_first:
             weights, (acc, m, total) = softmax.weights_first(x, c, state, dtype=cfg.weight_dtype)
         else:
-            of_values = _token_scales(cfg, refs, blocks_before + j, LOG_SCALES, RECIPROCALS)
+            of_values = _token_scales(cfg, refs, blocks_before + j, token_scales.LOGS, token_scales.RECIPROCALS)
             p, (acc, m, total) = softmax_step(cfg, x, c, state, *of_values)
             weights = weight_operand(cfg, p)
         acc, total, m, weights = lax.optimization_barrier((acc, total, m, weights))
@@ -400,11 +401,11 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
-        (of_keys,) = _token_scales(cfg, refs, blocks_before + j, OF_KEYS)
+        (of_keys,) = _token_scales(cfg, refs, blocks_before + j, token_scales.OF_KEYS)
         dots = token_scales.multiply_per_key(dots, of_keys, 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])
         x, c = logits(cfg, row, dots, kv0, scale, masked)
-        of_values = _token_scales(cfg, refs, blocks_before + j, LOG_SCALES, RECIPROCALS)
+        of_values = _token_scales(cfg, refs, blocks_before + j, token_scales.LOGS, token_scales.RECIPROCALS)
         p, (acc, m, total) = softmax_step(cfg, x, c, state, *of_values)
         plgpu.barrier_wait(refs.v_full.at[slot])
         if masked and not cfg.converts_tiles:

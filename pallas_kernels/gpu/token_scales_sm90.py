@@ -28,6 +28,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
 THREADS = 128
+OF_KEYS, LOGS, RECIPROCALS = range(3)  # parts of a row of scales of a converted tile
 LEAST = 2.0**-100  # instead of a smaller scale of a value, whose logarithm or reciprocal would be infinite
 
 
@@ -131,7 +132,7 @@ def _fragment(values, element=None):
 
 
 def load_per_key(tile, row, axis: int, block: int, first=0, count: int | None = None, of=(0, 1)):
-    """f32 (count,) of keys first .. of a row of scales, for each of its parts `of`: 0 are the scales of keys.
+    """f32 (count,) of keys first .. for each of these parts of a row of scales.
 
     They broadcast along the other axis of WGMMA scores, whose `axis` runs over keys.
     tile SMEM f32 [rows, 2 or 3 block].
