@@ -16,7 +16,10 @@ HARMLESS = frozenset({
     "unsloth_version", "unsloth_fixed", "_attn_implementation", "attn_implementation", "_attn_implementation_autoset",
     "cache_implementation", "classifier_dropout", "init_device", "is_llama_config", "transformers.js_config",
     "_num_labels", "_commit_hash", "_flash_attn_2_enabled", "_attn_implementation_internal", "xla_device",
-    "output_past", "custom_pipelines", "trust_remote_code",
+    "output_past", "custom_pipelines", "trust_remote_code", "author", "created_date", "internal_version", "language",
+    "license", "name", "use_flash_attn", "use_flash_attention", "use_flash_attention_2", "flash_attn",
+    "model_max_length", "tokenizer_model_max_length", "tokenizer_padding_side",  # of tokenizers
+    "sbert_ce_default_activation_function", "sentence_transformers",  # of scores, which a head that is not read gives
     # training only
     "initializer_range", "initializer_factor", "init_std", "attention_dropout", "hidden_dropout", "resid_pdrop",
     "embd_pdrop", "emb_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "dropout",
@@ -27,7 +30,8 @@ HARMLESS = frozenset({
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
     "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores", "remove_invalid_values",
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
-    "begin_suppress_tokens", "exponential_decay_length_penalty", "sep_token_id", "decoder_start_token_id",
+    "begin_suppress_tokens", "exponential_decay_length_penalty", "decoder_start_token_id",
+    "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id",
     "chunk_size_feed_forward",  # same results, computed in slices
     "pretraining_tp",  # same results, computed in slices
     "max_sequence_length",  # of the training data; max_position_embeddings is the limit

@@ -6,7 +6,7 @@ import pytest
 
 from jattn import UnsupportedError, models
 from jattn.nn import DynamicNTKRopeScaling, Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
-from tests.models import options, published
+from tests.models import examples, options, published
 
 LLAMA_31_8B = dict(
     architectures=["LlamaForCausalLM"], attention_bias=False, attention_dropout=0.0, bos_token_id=128000,
@@ -140,6 +140,42 @@ UNUSED_KEYS = {  # of published models -> a value that would ask for something e
     "StableLM 3B": (
         "stablelm", dict(num_heads=32, rope_pct=0.25, norm_eps=1e-05, rotary_scaling_factor=1.0), dict(rope_pct=0.5)
     ),
+    "LongChat": ("llama", dict(rope_condense_ratio=1), dict(rope_condense_ratio=8)),
+    "LLaVA's Vicuna": ("llama", dict(tokenizer_model_max_length=4096, tokenizer_padding_side="right"), {}),
+    "ALLaM": ("llama", dict(internal_version="7b-alpha-v2.33.0.30"), {}),
+    "Llama with causal attention": ("llama", dict(is_causal=True), dict(is_causal=False)),
+    "gte-Qwen2": ("qwen2", dict(is_causal=True), dict(is_causal=False)),
+    "CodeQwen 1.5": (
+        "qwen2", dict(rotary_emb_base=1000000, seq_length=65536, use_flash_attn=True), dict(rotary_emb_base=10000)
+    ),
+    "Qwen3-30B": ("qwen3_moe", dict(layer_types=["full_attention"] * 48), dict(layer_types=["sliding_attention"] * 48)),
+    "Phi 1": ("phi", dict(attention_bias=False, rotary_dim=32), dict(rotary_dim=16)),
+    "Dolphin 2.6 Phi 2": ("phi", dict(flash_attn=False, flash_rotary=False, fused_dense=False), {}),
+    "Phi-mini-MoE": ("phimoe", dict(expert_dropout=0.0), {}),
+    "Falcon 2": ("falcon", dict(ff_factor=4), dict(ff_factor=3)),
+    "GPT-NeoX 20B": (
+        "gpt_neox", dict(masked_softmax_fusion=True, attention_probs_dropout_prob=0, hidden_dropout_prob=0), {}
+    ),
+    "Pythia, saved by transformers 4.46": (
+        "gpt_neox", dict(partial_rotary_factor=0.25, rope_theta=10000), dict(rope_theta=500)
+    ),
+    "Galactica": ("opt", dict(learned_embeddings=True, scale_embeddings=False), dict(scale_embeddings=True)),
+    "KoGPT 2": ("gpt2", dict(author="A. Name", created_date="2021-04-28", license="CC-BY-NC-SA 4.0"), {}),
+    "GPT-J": ("gptj", dict(n_ctx=2048, n_special=0, predict_special_tokens=True), {}),
+    "Command A": ("cohere2", dict(use_parallel_embedding=True, use_qk_norm=False), dict(use_qk_norm=True)),
+    "Command R7B, saved by transformers 4.53": (
+        "cohere2", dict(_sliding_window_pattern=4), dict(_sliding_window_pattern=2)
+    ),
+    "Minitron": ("nemotron", dict(kv_channels=128, rope_percent=0.5), dict(kv_channels=64)),
+    "MS MARCO MiniLM": (
+        "bert", dict(sbert_ce_default_activation_function="torch.nn.modules.linear.Identity",
+                     sentence_transformers=dict(activation_fn="torch.nn.modules.linear.Identity", version="4.1")), {}
+    ),
+    "TinyBERT": ("bert", dict(cell={}, emb_size=312, pre_trained="", structure=[], training=""), {}),
+    "Legal BERT": ("bert", dict(eos_token_ids=0), {}),
+    "RoBERTa for SQuAD": ("roberta", dict(language="english", name="Roberta"), {}),
+    "mmBERT": ("modernbert", dict(mask_token_id=4, position_embedding_type="sans_pos"), {}),
+    "Ettin": ("modernbert", dict(causal_mask=False, is_causal=False), dict(causal_mask=True)),
 }  # fmt: skip
 
 
@@ -150,6 +186,50 @@ def test_keys_of_published_models_that_change_nothing_are_taken(name):
     if other:
         with pytest.raises((ValueError, UnsupportedError), match=next(iter(other))):
             models.config_of(PUBLISHED[family] | other)
+
+
+def test_the_keys_of_ernie_eurobert_and_distilbart_that_change_nothing_are_taken():
+    no_effect = {
+        "ernie4_5": (dict(use_rmsnorm=True, compression_ratio=1.0), dict(use_rmsnorm=False)),
+        "ernie4_5_moe": (dict(use_rmsnorm=True, num_nextn_predict_layers=1), dict(compression_ratio=2.0)),
+        "eurobert": (dict(bos_token="<s>", eos_token="</s>", pad_token="</s>"), dict(is_causal=True)),
+        "bart": (
+            dict(save_step=58, replacing_rate=0, student_decoder_layers=None, kobart_version=2.0,
+                 do_blenderbot_90_layernorm=False),
+            dict(do_blenderbot_90_layernorm=True),
+        ),
+    }  # fmt: skip
+    for family, (keys, other) in no_effect.items():
+        plain = examples.ALL[family]
+        assert models.config_of(plain | keys) == models.config_of(plain)
+        with pytest.raises(UnsupportedError, match=next(iter(other))):
+            models.config_of(plain | other)
+
+
+def test_llama_1_has_no_length_and_takes_that_of_transformers():
+    first = {key: value for key, value in LLAMA_31_8B.items() if key not in ("max_position_embeddings", "rope_scaling")}
+    assert models.config_of(first | dict(max_sequence_length=2048, pad_token_id=-1)).max_positions == 2048
+
+
+def test_dual_chunk_attention_limits_requests_to_the_first_chunk():
+    chunks = dict(chunk_size=262144, local_size=8192, original_max_position_embeddings=262144)
+    for family in ("qwen2", "qwen3_moe"):
+        long = PUBLISHED[family] | dict(max_position_embeddings=1010000)
+        config = models.config_of(long | dict(dual_chunk_attention_config=chunks))
+        assert config.max_positions == 262144 - 8192
+        assert config.layers == models.config_of(long).layers
+        for wrong in (dict(chunk_size=4096), dict(sparse_attention_enabled=True)):
+            with pytest.raises((ValueError, UnsupportedError), match="chunk_size|sparse_attention"):
+                models.config_of(long | dict(dual_chunk_attention_config=chunks | wrong))
+
+
+def test_phi_3_5_moe_is_refused_for_its_magnitudes():
+    scaling = dict(
+        long_factor=[2.0] * 64, short_factor=[1.0] * 64, type="longrope", long_mscale=1.24, short_mscale=1.24,
+        original_max_position_embeddings=4096,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="magnitudes depend on the length"):
+        models.config_of(PUBLISHED["phimoe"] | dict(rope_scaling=scaling))
 
 
 def test_hunyuans_keys_of_other_models_are_taken():

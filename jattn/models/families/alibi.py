@@ -75,7 +75,7 @@ def bloom(c: ConfigReader) -> ModelConfig:
         c.only("slow_but_exact", False)  # then transformers leaves the biases of two projections out
     c.ignore(
         "slow_but_exact", "seq_length", "offset_alibi", "skip_bias_add", "skip_bias_add_qkv", "bias_dropout_fusion",
-        "masked_softmax_fusion", "attention_softmax_in_fp32", "unk_token_id", "hidden_dropout",
+        "masked_softmax_fusion", "attention_softmax_in_fp32",
     )  # fmt: skip
     norm = Norm(kind="layer", eps=c.number("layer_norm_epsilon", above=0), has_bias=True)
     hidden = either(c, "hidden_size", "n_embed")

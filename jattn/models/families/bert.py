@@ -23,7 +23,7 @@ def bert(c: ConfigReader) -> ModelConfig:
     c.only("position_embedding_type", "absolute")
     c.only("is_decoder", False)
     c.ignore("num_key_value_heads")  # not a key of this family
-    c.ignore("directionality", *(f"pooler_{name}" for name in POOLER_KEYS))
+    c.ignore("directionality", "eos_token_ids", *TINYBERT_KEYS, *(f"pooler_{name}" for name in POOLER_KEYS))
     norm, positions = layer_norm(c), c.count("max_position_embeddings")
     return masked_lm(c, norm, positions, token_types=c.count("type_vocab_size", 2))
 
@@ -99,6 +99,7 @@ def mpnet(c: ConfigReader) -> ModelConfig:
 
 POOLER_KEYS = "fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"
 """Keys of Google's first BERTs. The pooler is not part of the model here, and transformers does not read them."""
+TINYBERT_KEYS = "cell", "emb_size", "pre_trained", "structure", "training"
 MPNET_FIRST = 2
 
 LAYER_NAMES = {

@@ -17,7 +17,7 @@ from jattn.models.tensor_names import named_tensors
 
 def eurobert(c: ConfigReader) -> ModelConfig:
     """mlp_bias is also the bias of the head."""
-    c.ignore("mask_token_id", "classifier_pooling", "mask_token", "clf_pooling")
+    c.ignore("classifier_pooling", "clf_pooling", "bos_token", "eos_token", "mask_token", "pad_token")
     bias = c.flag("mlp_bias", False)
     return rope_decoder(
         c,

@@ -5,7 +5,7 @@ from typing import Any
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import MAX_COUNT, ConfigReader
 from jattn.models.families.family import Family
-from jattn.models.families.llama import ERNIE_DEFAULTS
+from jattn.models.families.llama import ERNIE_DEFAULTS, ERNIE_FIXED, first_chunk
 from jattn.models.families.shared import (
     ENDS,
     EXPERT_NAMES,
@@ -63,7 +63,8 @@ def qwen3_moe(c: ConfigReader) -> ModelConfig:
     return rope_decoder(
         c,
         mlp=qwen_experts(c),
-        windows=lambda c, count: [window if used else None] * count,
+        windows=lambda c, count: [window] * count if used else without_windows(c, count),
+        model=first_chunk(c),
         qk_norm=rms_norm(c),
         **attention_biases(c),
     )
@@ -165,8 +166,9 @@ def ernie4_5_moe(c: ConfigReader) -> ModelConfig:
     """Softmax scores, with a correction for the choice only; use_bias applies to all projections and the head."""
     c.only("moe_gate", "topk")
     c.only("moe_use_aux_free", True)
-    c.ignore("moe_capacity")
-    c.only("attention_bias", False)
+    c.ignore("moe_capacity", "num_nextn_predict_layers")  # see extra_layer_prefixes
+    for name, wanted in ERNIE_FIXED.items():
+        c.only(name, wanted)
     bias, width, count = c.flag("use_bias", False), c.count("moe_intermediate_size"), layers_of(c)
     shared = c.count("moe_num_shared_experts", low=0)
     moe = MoE(
@@ -232,8 +234,9 @@ def phimoe(c: ConfigReader) -> ModelConfig:
         scores="sparsemixer",
         jitter=c.number("router_jitter_noise", 0.01, above=0),
     )
-    c.ignore("input_jitter_noise")
-    rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
+    c.ignore("input_jitter_noise", "expert_dropout")
+    size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
+    rope = rope_of(c, size, longest, unused=("short_mscale", "long_mscale"))
     if type(rope.scaling) is not RopeScaling:
         c.refuse("rope_scaling", "is not supported: its magnitudes depend on the length of each step in transformers")
     return rope_decoder(

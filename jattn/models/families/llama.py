@@ -1,5 +1,6 @@
 """Llama 2 and 3, and families that differ from it in one or two options."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -28,12 +29,27 @@ def llama(c: ConfigReader) -> ModelConfig:
     """Biases as in the config, no windows."""
     c.only("rope_interleaved", False)  # of SmolLM 2
     c.only("activation", "swiglu")  # of Falcon 3: what hidden_act="silu" means here
+    c.only("rope_condense_ratio", 1)  # of LongChat
     return rope_decoder(c, mlp=gated_mlp(c, c.flag("mlp_bias", False)), windows=no_windows, **attention_biases(c))
 
 
 def qwen2(c: ConfigReader) -> ModelConfig:
     """Biases on q, k and v."""
-    return rope_decoder(c, windows=qwen_windows, qkv_bias=True)
+    c.ignore("seq_length")  # of CodeQwen 1.5
+    return rope_decoder(c, windows=qwen_windows, model=first_chunk(c), qkv_bias=True)
+
+
+def first_chunk(c: ConfigReader) -> dict[str, Any]:
+    """Arguments of `model_config`. Dual chunk attention is the usual one within its first chunk, the limit here."""
+    chunks = c.section("dual_chunk_attention_config")
+    if not chunks.given:
+        return {}
+    size, local = chunks.count("chunk_size"), chunks.count("local_size")
+    if local >= size:
+        chunks.refuse("local_size", f"must be less than chunk_size={size}")
+    trained = chunks.count("original_max_position_embeddings", size)  # logits are scaled from there on
+    chunks.refuse_unread()
+    return dict(max_positions=min(size - local, trained, c.count("max_position_embeddings")))
 
 
 def qwen3(c: ConfigReader) -> ModelConfig:
@@ -86,7 +102,8 @@ def seed_oss(c: ConfigReader) -> ModelConfig:
 def ernie4_5(c: ConfigReader) -> ModelConfig:
     """Rotated pairs are neighbours; one key for all biases."""
     bias = c.flag("use_bias", False)
-    c.only("attention_bias", False)
+    for name, wanted in ERNIE_FIXED.items():
+        c.only(name, wanted)
     return rope_decoder(
         c, mlp=gated_mlp(c, bias), windows=no_windows, rope_options=dict(interleaved=True), qkv_bias=bias, out_bias=bias
     )
@@ -127,6 +144,7 @@ SEED_OSS_DEFAULTS = dict(
 ERNIE_DEFAULTS = ENDS | dict(
     num_key_value_heads=2, head_dim=128, rope_theta=500000.0, pad_token_id=0, tie_word_embeddings=True
 )
+ERNIE_FIXED = dict(attention_bias=False, use_rmsnorm=True, compression_ratio=1.0)
 SMOLLM3_DEFAULTS = dict(
     num_key_value_heads=4, rope_theta=2000000.0, bos_token_id=128000, eos_token_id=128001, pad_token_id=128004,
     tie_word_embeddings=True,
@@ -137,9 +155,12 @@ def _family(config: Callable[[ConfigReader], ModelConfig], defaults: dict[str, A
     return Family(config, rope_decoder_tensors, UNUSED, defaults=defaults)
 
 
-LLAMA = _family(llama, ENDS | dict(rope_theta=10000.0))
+LLAMA = _family(llama, ENDS | dict(rope_theta=10000.0, max_position_embeddings=2048))  # Llama 1 has no length
 MISTRAL = _family(rope_decoder, MISTRAL_DEFAULTS)
-QWEN2 = _family(qwen2, QWEN_DEFAULTS)
+QWEN2 = dataclasses.replace(
+    _family(qwen2, QWEN_DEFAULTS),
+    aliases=dict(rope_theta=("rope_theta", "rotary_emb_base")),  # of CodeQwen 1.5
+)
 QWEN3 = _family(qwen3, QWEN_DEFAULTS | dict(head_dim=128))
 MINISTRAL = _family(ministral, MISTRAL_DEFAULTS)
 MINISTRAL3 = _family(ministral3, MINISTRAL3_DEFAULTS)

@@ -27,8 +27,10 @@ def modernbert(c: ConfigReader) -> ModelConfig:
     c.ignore(
         "position_embedding_type", "layer_norm_eps", "embedding_dropout", "mlp_dropout", "deterministic_flash_attn",
         "initializer_cutoff_factor", "reference_compile", "repad_logits_with_grad", "sparse_prediction",
-        "sparse_pred_ignore_index", "classifier_pooling", "cls_token_id",
+        "sparse_pred_ignore_index", "classifier_pooling",
     )  # fmt: skip
+    c.only("is_causal", False)
+    c.only("causal_mask", False)
     hidden, heads = c.count("hidden_size"), c.count("num_attention_heads", high=MAX_HEADS)
     head_dim, positions = default_head_dim(c, "hidden_size", hidden, heads), c.count("max_position_embeddings")
     norm, bias = layer_norm(c, "norm_eps", c.flag("norm_bias", False)), c.flag("attention_bias", False)

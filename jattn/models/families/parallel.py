@@ -39,6 +39,7 @@ NO_NORM = ResidualNorms()
 def gpt_neox(c: ConfigReader) -> ModelConfig:
     """use_parallel_residual may be false; each sublayer has a norm of its own."""
     bias = c.flag("attention_bias", True)
+    c.ignore("masked_softmax_fusion")  # of the 20B
     return rope_decoder(
         c,
         mlp=plain_mlp(c, default="gelu"),
@@ -56,7 +57,7 @@ def gptj(c: ConfigReader) -> ModelConfig:
     """One norm for both sublayers; neighbouring pairs of rotary_dim dimensions are rotated."""
     c.only("rotary", True)
     c.only("scale_attn_weights", True)
-    c.ignore(*CLASSIFIER_KEYS)
+    c.ignore(*UNUSED_KEYS)
     heads, hidden = equal_heads(c), c.count("hidden_size")
     dim = c.count("rotary_dim", None, high=MAX_HEADS)
     if dim is None or dim % 2 or dim > heads["head_dim"]:
@@ -81,13 +82,19 @@ def inner_mlp(c: ConfigReader, hidden: int) -> MLP:
     return MLP(width=c.count("n_inner", 4 * hidden), activation=act, gated=False, bias=True)
 
 
-CLASSIFIER_KEYS = tuple(f"summary_{x}" for x in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
-"""Keys of classification heads, which have no effect here."""
+UNUSED_KEYS = (
+    "n_ctx", "n_special", "predict_special_tokens", "summary_type", "summary_use_proj", "summary_activation",
+    "summary_proj_to_labels", "summary_first_dropout",
+)  # fmt: skip
+"""Keys of classification heads and of the first releases, which have no effect here."""
 
 
 def phi(c: ConfigReader) -> ModelConfig:
     """One norm for both sublayers; layer norms of q and k are optional; every projection has a bias."""
-    norm = layer_norm(c)
+    norm, size = layer_norm(c), heads_of(c)["head_dim"]
+    c.ignore("attention_bias", "flash_rotary", "fused_dense")  # transformers does not use them
+    rope = rope_of(c, size, c.count("max_position_embeddings"), partial=True)
+    c.only("rotary_dim", rope.dim)  # of Phi 1
     return rope_decoder(
         c,
         mlp=plain_mlp(c),
@@ -95,7 +102,7 @@ def phi(c: ConfigReader) -> ModelConfig:
         norm=norm,
         mlp_norms=NO_NORM,
         parallel=True,
-        rope_options=dict(partial=True),
+        ropes=lambda index, window: rope,
         model=dict(head_bias=True),
         qk_norm=norm if c.flag("qk_layernorm", False) else None,
         qkv_bias=True,
@@ -123,7 +130,6 @@ def stablelm(c: ConfigReader) -> ModelConfig:
 
 def cohere(c: ConfigReader) -> ModelConfig:
     """Layer norms without bias, one for both sublayers; logits times logit_scale; optional norms of q and k."""
-    c.ignore("model_max_length")
     normed = c.flag("use_qk_norm", False)
     norm = layer_norm(c, has_bias=False)
     return rope_decoder(
@@ -140,8 +146,8 @@ def cohere2(c: ConfigReader) -> ModelConfig:
     """Cohere with windows in three of four layers; the others have no positions."""
     for name in ("use_gated_activation", "use_parallel_block"):
         c.only(name, True)
-    for name in ("use_qk_norm", "use_parallel_embedding"):
-        c.only(name, False)
+    c.only("use_qk_norm", False)
+    c.ignore("use_parallel_embedding")  # of the training's devices
     c.only("rotary_pct", 1, 1.0)
     c.only("position_embedding_type", "rope_gptj")
     c.only("order_of_interleaved_layers", "local_attn_first")
@@ -211,8 +217,10 @@ def falcon(c: ConfigReader) -> ModelConfig:
     if norms > 2 or (norms == 2 and not (new and parallel)) or (new and not parallel):
         c.refuse("num_ln_in_parallel_attn", "must be 1, or 2 with new_decoder_architecture, which needs parallel_attn")
     norm, bias = layer_norm(c, "layer_norm_epsilon"), c.flag("bias", False)
+    width = c.count("ffn_hidden_size", 4 * hidden)
+    c.only("ff_factor", width // hidden)  # of Falcon 2
     mlp = MLP(
-        width=c.count("ffn_hidden_size", 4 * hidden),
+        width=width,
         activation=c.choice("activation", ACTIVATIONS, "gelu"),
         gated=False,
         bias=bias,
@@ -290,7 +298,10 @@ GPT2_KEYS = dict(
 GPT_NEOX = Family(
     gpt_neox, named_tensors(GPT_NEOX_NAMES, "gpt_neox.layers.{}.", fused_qkv_rows("attention.query_key_value")),
     (*UNUSED, *OLD_BUFFERS, "embed_out.weight"), prefix="gpt_neox.",
-    aliases=dict(rope_theta=("rotary_emb_base",), partial_rotary_factor=("rotary_pct",)),
+    # transformers 4.46 to 4.57 write both names of each.
+    aliases=dict(
+        rope_theta=("rotary_emb_base", "rope_theta"), partial_rotary_factor=("rotary_pct", "partial_rotary_factor")
+    ),
     defaults=dict(rotary_emb_base=10000.0, rotary_pct=0.25, bos_token_id=0, eos_token_id=2),
 )  # fmt: skip
 GPTJ = Family(
@@ -314,13 +325,20 @@ STABLELM = Family(
 COHERE_DEFAULTS = dict(rope_theta=500000.0, logit_scale=0.0625, bos_token_id=5, eos_token_id=255001, pad_token_id=0)
 COHERE = Family(cohere, named_tensors(LLAMA_NAMES), UNUSED, defaults=COHERE_DEFAULTS)
 COHERE2_DEFAULTS = COHERE_DEFAULTS | dict(sliding_window=4096, rope_theta=10000.0)
-COHERE2 = Family(cohere2, named_tensors(LLAMA_NAMES), UNUSED, defaults=COHERE2_DEFAULTS)
+COHERE2 = Family(
+    cohere2, named_tensors(LLAMA_NAMES), UNUSED, defaults=COHERE2_DEFAULTS,
+    aliases=dict(sliding_window_pattern=("sliding_window_pattern", "_sliding_window_pattern")),
+)  # fmt: skip
 STARCODER2 = Family(
     starcoder2, named_tensors(STARCODER2_NAMES), UNUSED,
     defaults=dict(num_key_value_heads=2, rope_theta=10000.0, bos_token_id=50256, eos_token_id=50256),
 )  # fmt: skip
 NEMOTRON = Family(
     nemotron, named_tensors(LLAMA_NAMES), UNUSED,
+    aliases=dict(
+        head_dim=("head_dim", "kv_channels"),
+        partial_rotary_factor=("partial_rotary_factor", "rope_percent", "rope_percentage"),
+    ),
     defaults=dict(partial_rotary_factor=0.5, rope_theta=10000.0, bos_token_id=2, eos_token_id=3),
 )  # fmt: skip
 FALCON = Family(

@@ -151,6 +151,7 @@ def rope_decoder(
         c.only("attention_bias", False)
     c.only("mlp_bias", False, *([True] if mlps[0].bias else []))
     c.only("use_mrope", False)
+    c.only("is_causal", heads.get("attn_type") != "encoder_only")
 
     def layer(index: int, window: int | None) -> LayerConfig:
         layer_scale = scale(index) if callable(scale) else scale
