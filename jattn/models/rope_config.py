@@ -132,10 +132,12 @@ def trained_length(r: ConfigReader, max_positions: int, trained: int | None) -> 
 
 def _default(r: ConfigReader, max_positions: int, trained: int | None) -> RopeScaling:
     r.ignore("original_max_position_embeddings")
+    r.only("factor", 1, 1.0)
     return RopeScaling()
 
 
 def _linear(r: ConfigReader, max_positions: int, trained: int | None) -> RopeScaling:
+    r.ignore("original_max_position_embeddings")
     return LinearRopeScaling(factor=r.number_within("factor", FACTORS))
 
 
@@ -163,6 +165,11 @@ def _yarn(r: ConfigReader, max_positions: int, trained: int | None) -> RopeScali
     weight, weight_all = (r.number_within(name, MSCALES, None) for name in ("mscale", "mscale_all_dim"))
     if magnitude is None and weight and weight_all:
         magnitude = yarn_magnitude(factor, weight) / yarn_magnitude(factor, weight_all)
+    # As in the code of YaRN's authors, and vLLM. transformers ignores it; DeepSeek's Qwen 3 has 1 / yarn_magnitude.
+    if (more := r.number_within("attn_factor", FACTORS, None)) is not None:
+        magnitude = more * (yarn_magnitude(factor) if magnitude is None else magnitude)
+    r.only("extrapolation_factor", 1, 1.0)
+    r.ignore("finetuned")  # it matters to the dynamic variant alone
     return YarnRopeScaling(
         factor=factor,
         trained_length=trained,

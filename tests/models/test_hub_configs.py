@@ -223,6 +223,31 @@ def test_dual_chunk_attention_limits_requests_to_the_first_chunk():
                 models.config_of(long | dict(dual_chunk_attention_config=chunks | wrong))
 
 
+def test_deepseeks_qwen_3_multiplies_yarns_magnitude_to_1():
+    yarn = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32768)
+    scaling = lambda **more: models.config_of(QWEN_25 | dict(rope_scaling=yarn | more)).layers[0].rope.scaling
+    assert scaling().attention_factor == pytest.approx(0.1 * math.log(4) + 1)
+    assert scaling(attn_factor=0.8782488562869419).attention_factor == pytest.approx(1)
+    assert scaling(attn_factor=2.0, attention_factor=3.0).attention_factor == 6
+    assert scaling(finetuned=True, extrapolation_factor=1.0) == scaling()
+    with pytest.raises(UnsupportedError, match="extrapolation_factor"):
+        models.config_of(QWEN_25 | dict(rope_scaling=yarn | dict(extrapolation_factor=0.5)))
+
+
+@pytest.mark.parametrize(
+    ("scaling", "same"),
+    [
+        (dict(type="linear", factor=2, original_max_position_embeddings=4096), dict(rope_type="linear", factor=2.0)),
+        (dict(rope_type="default", factor=1.0), None),
+        (dict(type="default"), None),
+        ({}, None),
+    ],
+)
+def test_rope_scaling_with_more_keys_than_its_type_has(scaling, same):
+    values = PUBLISHED["qwen2"]
+    assert models.config_of(values | dict(rope_scaling=scaling)) == models.config_of(values | dict(rope_scaling=same))
+
+
 def test_phi_3_5_moe_is_refused_for_its_magnitudes():
     scaling = dict(
         long_factor=[2.0] * 64, short_factor=[1.0] * 64, type="longrope", long_mscale=1.24, short_mscale=1.24,
