@@ -22,22 +22,43 @@ from jattn.ops.quantised import PACKED, PLACES, in_places
 
 def scheme_of(values: dict[str, Any], where: str) -> Scheme | None:
     """The Scheme of a config.json's quantization_config; None if it has none. UnsupportedError for unknown methods."""
-    given = values.get("quantization_config") or {}
-    c = ConfigReader(given if isinstance(given, dict) else {}, f"{where}, quantization_config")
-    if not given:
+    if not (given := values.get("quantization_config") or {}) and not values.get("quantization"):  # MLX's name
         return None
+    c = ConfigReader(given if isinstance(given, dict) else {}, f"{where}, quantization_config")
     method = c.get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
-        raise UnsupportedError(f"{c.where}: quant_method={short(method)} is not supported; known: {', '.join(METHODS)}")
+        raise UnsupportedError(
+            f"{c.where}: quant_method={short(method)} is not supported{_maker(values)}; known: {', '.join(METHODS)}; "
+            f"use one of these, {USE_FLOATS}"
+        )
     scheme = METHODS[method](c)
     c.refuse_unread()
     return scheme
 
 
+USE_FLOATS = "or a folder that is not quantised, with quantization="
+
+
+def _maker(values: dict[str, Any]) -> str:
+    """The program that wrote a quantization_config without quant_method, where it is known."""
+    given = values.get("quantization_config") or {}
+    if not isinstance(given, dict) or "quant_method" in given:
+        return ""
+    if "quantization" in values:
+        return " (the folder is for MLX)"
+    producer = given.get("producer")
+    return f" (the folder is of {short(producer.get('name'))})" if isinstance(producer, dict) else ""
+
+
 def fp8(c: ConfigReader) -> Scheme:
     """e4m3 with a scale for each block of weight_block_size (outputs, inputs): DeepSeek, Qwen."""
     blocks = c.counts("weight_block_size", 2**16)
-    if blocks is None or len(blocks) != 2 or 0 in blocks:
+    if blocks is None:
+        raise UnsupportedError(
+            f"{c.where}: weight_block_size=None, which is one scale for a whole tensor, is not supported: use a folder "
+            f"with blocks, {USE_FLOATS}"
+        )
+    if len(blocks) != 2 or 0 in blocks:
         raise UnsupportedError(f"{c.where}: weight_block_size={short(blocks)} must be [outputs, inputs] of a block")
     c.only("fmt", "e4m3", "float8_e4m3fn")
     c.only("activation_scheme", "dynamic")  # "static" comes with scales of activations
@@ -74,8 +95,11 @@ def awq(c: ConfigReader) -> Scheme:
     """AutoAWQ's `gemm`: words of eight outputs in the order 0 2 4 6 1 3 5 7, zero points."""
     c.only("bits", 4)
     c.only("zero_point", True)
-    c.only("version", "gemm", "GEMM")
+    for key in ("version", "checkpoint_format", "format"):
+        c.only(key, "gemm", "GEMM")
+    c.only("method", "awq")
     size = _group_size(c)
+    c.ignore("desc_act", "lm_head", "meta", "pack_dtype", "sym")  # GPTQModel writes its own keys, too
     c.ignore("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
     groups = lambda inputs, zeros, scales: Groups(len(scales), scales.dtype, True)
     return Scheme("int4", ("qweight", "qzeros", "scales"), _awq, groups, group_size=size)
@@ -114,13 +138,23 @@ def gptq(c: ConfigReader) -> Scheme:
     bits, v2 = c.count("bits"), c.choice("checkpoint_format", ("gptq", "gptq_v2"), "gptq") == "gptq_v2"
     if bits not in (4, 8):
         raise UnsupportedError(f"{c.where}: bits={bits} is not supported; it must be 4 or 8")
+    c.only("format", "gptq_v2" if v2 else "gptq")
+    c.only("method", "gptq")
+    c.only("data_type", "int")
     size = _group_size(c)
+    rules = c.section("dynamic").given  # of modules; those that begin with "-:" are not quantised
+    if other := next((rule for rule in rules if not rule.startswith("-:")), None):
+        raise UnsupportedError(
+            f"{c.where}: dynamic gives {short(other)} settings of its own, which is not supported: use a folder with "
+            f"the same for all modules, {USE_FLOATS}"
+        )
+    c.ignore(*AUTOROUND_KEYS)
     c.ignore(
         "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "model_name_or_path",
         "model_file_base_name", "lm_head", "meta", "pack_dtype", "dataset", "tokenizer", "backend", "use_cuda_fp16",
         "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
         "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize",
-        "is_marlin_format", "hessian",
+        "is_marlin_format", "hessian", "disable_exllama", "act_group_aware", "hyb_act", "mse",
     )  # fmt: skip
     offset, needed = 0 if v2 else 1, ("qweight", "qzeros", "scales")
 
@@ -129,6 +163,14 @@ def gptq(c: ConfigReader) -> Scheme:
 
     decode, format = functools.partial(_gptq, bits, offset), "int4" if bits == 4 else "int8"
     return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",), size)
+
+
+AUTOROUND_KEYS = (
+    "amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+    "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "scale_dtype", "seqlen",
+    "train_bs",
+)  # fmt: skip
+"""How AutoRound found the codes that it stores as GPTQ."""
 
 
 def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scales: np.ndarray, g_idx) -> Decoded:
@@ -143,7 +185,8 @@ def _gptq(bits: int, offset: int, qweight: np.ndarray, qzeros: np.ndarray, scale
         raise ValueError(f"g_idx {g_idx.dtype}{g_idx.shape} must be an integer for each of the {inputs} inputs")
     if g_idx is not None and not np.array_equal(g_idx, np.arange(inputs) // (inputs // groups)):
         raise UnsupportedError(
-            "its g_idx (desc_act) gives inputs of one group different places, which is not supported"
+            "its g_idx (desc_act) gives inputs of one group different places, which is not supported: use a folder "
+            f"with desc_act=false, {USE_FLOATS}"
         )
     if zeros.max(initial=0) >= 2 ** (bits - 1):
         raise UnsupportedError(
@@ -180,13 +223,17 @@ def compressed_tensors(c: ConfigReader) -> Scheme:
         if g.get(key) is not None:
             raise UnsupportedError(
                 f"{g.where}: {key}={short(g.get(key))} is not supported: activations are not quantised (w8a8); use a "
-                "folder in which weights alone are (w8a16, w4a16), or one that is not quantised, with quantization="
+                f"folder in which weights alone are (w8a16, w4a16), {USE_FLOATS}"
             )
     g.ignore("targets", "format")
     w = g.section("weights")
     kind, bits, layout = w.choice("type", ("int", "float")), w.count("num_bits"), c.get("format")
     w.only("dynamic", False)
-    w.only("actorder", "static", "weight")  # "group" stores g_idx
+    if w.get("actorder") not in (None, "static", "weight"):  # "group" stores g_idx
+        raise UnsupportedError(
+            f"{w.where}: actorder={short(w.get('actorder'))} is not supported, because it gives inputs of one group "
+            f"different places: use a folder with actorder 'static', 'weight' or null, {USE_FLOATS}"
+        )
     strategy = w.choice("strategy", ("tensor", "channel", "group", "block"), "tensor")
     is_symmetric, zero = w.flag("symmetric", True), ("weight_zero_point",)  # stored if it is not
     size = _group_size(w)
@@ -197,7 +244,8 @@ def compressed_tensors(c: ConfigReader) -> Scheme:
     c.only("kv_cache_scheme")
     c.only("quantization_status", "compressed", "frozen")
     for key in ("sparsity_config", "transform_config"):
-        if c.get(key):
+        # "dense": zeros are stored like any other number.
+        if c.get(key) and not (key == "sparsity_config" and c.section(key).get("format") == "dense"):
             raise UnsupportedError(f"{c.where}: {key}={short(c.get(key))} is not supported")
     c.ignore("ignore", "version", "global_compression_ratio")
     if strategy in ("channel", "group") and kind == "int" and bits in (4, 8) and layout == "pack-quantized":

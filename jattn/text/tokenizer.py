@@ -17,6 +17,9 @@ MAX_CHARACTERS = 1 << 24
 MAX_GROWN_CHARACTERS = 1 << 28
 """Characters that the rules of a tokenizer.json may make of such a text."""
 
+SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+"""Files of tokenizers without a tokenizer.json."""
+
 
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer. The server calls it from several threads at once."""
@@ -103,10 +106,13 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     if config.get("tokenizer_class") == "ByT5Tokenizer":
         return ByteTokenizer()
     own = "; the folder's own code, which auto_map names, is never executed" if config.get("auto_map") else ""
+    slow = [name for name in SLOW if is_there(directory / name)]
+    found = f" (it has {', '.join(slow)})" if slow else ""
     raise FileNotFoundError(
-        f"{directory} has no tokenizer.json, and its tokenizer_config.json names "
-        f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; save the tokenizer in "
-        "the fast format, or pass token ids to an Engine made without a tokenizer"
+        f"{directory} has no tokenizer.json{found}, and its tokenizer_config.json names "
+        f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; write one with "
+        "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or pass token ids to an Engine "
+        "made without a tokenizer"
     )
 
 

@@ -257,6 +257,76 @@ def test_phi_3_5_moe_is_refused_for_its_magnitudes():
         models.config_of(PUBLISHED["phimoe"] | dict(rope_scaling=scaling))
 
 
+def test_a_config_without_model_type_says_so():
+    with pytest.raises(UnsupportedError, match="has no model_type"):
+        models.config_of({key: value for key, value in PUBLISHED["bert"].items() if key != "model_type"})
+
+
+GPTQ = dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True)
+AWQ = dict(quant_method="awq", bits=4, group_size=128, version="gemm", zero_point=True)
+GROUP = dict(num_bits=4, group_size=128, strategy="group", symmetric=True, type="int")
+PACKED = dict(
+    quant_method="compressed-tensors", format="pack-quantized", config_groups=dict(group_0=dict(weights=GROUP))
+)
+QUANTISED = {  # -> keys that change nothing, and one with a value that would
+    "transformers 4.33": (GPTQ, dict(disable_exllama=False, use_cuda_fp16=True, dataset="c4"), {}),
+    "AutoRound as GPTQ": (
+        GPTQ,
+        dict(amp=True, autoround_version="0.3.1", data_type="int", enable_minmax_tuning=True,
+             enable_norm_bias_tuning=False, enable_quanted_input=True, gradient_accumulate_steps=1, iters=512,
+             low_gpu_mem_usage=False, lr=0.00195, minmax_lr=0.00195, nsamples=512, scale_dtype="torch.float16",
+             seqlen=2048, train_bs=8),
+        dict(data_type="mx_fp"),
+    ),
+    "GPTQModel": (
+        GPTQ,
+        dict(act_group_aware=True, checkpoint_format="gptq", dynamic={"-:.*gate": {}}, format="gptq", hyb_act=False,
+             lm_head=False, meta={}, method="gptq", pack_dtype="int32"),
+        dict(dynamic={"+:.*gate": dict(bits=8)}),
+    ),
+    "AWQ by GPTQModel": (
+        AWQ, dict(checkpoint_format="gemm", desc_act=False, format="gemm", lm_head=False, meta={}, method="awq",
+                  pack_dtype="int32", sym=True), dict(format="gemv"),
+    ),
+    "LLM Compressor 0.6": (
+        PACKED, dict(sparsity_config=dict(format="dense", global_sparsity=0.14, sparsity_structure="unstructured")),
+        dict(sparsity_config=dict(format="sparse-24-bitmask")),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_settings_of_the_making_of_quantised_weights_are_taken(name):
+    plain, keys, other = QUANTISED[name]
+    taken = lambda settings: models.config_of(LLAMA_31_8B | dict(quantization_config=settings))
+    assert taken(plain | keys) == taken(plain)
+    if other:
+        with pytest.raises(UnsupportedError, match=next(iter(other))):
+            taken(plain | keys | other)
+
+
+@pytest.mark.parametrize(
+    ("keys", "why"),
+    [
+        (dict(quantization=dict(group_size=64, bits=4)), "for MLX"),
+        (dict(quantization=dict(bits=4), quantization_config=dict(group_size=64, bits=4)), "for MLX"),
+        (dict(quantization_config=dict(quant_algo="FP8", producer=dict(name="modelopt"))), "of 'modelopt'"),
+        (dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)), "bitsandbytes"),
+        (
+            dict(quantization_config=dict(quant_method="fp8", activation_scheme="static")),
+            "one scale for a whole tensor",
+        ),
+        (
+            dict(quantization_config=PACKED | dict(config_groups=dict(g=dict(weights=GROUP | dict(actorder="group"))))),
+            "actorder",
+        ),
+    ],
+)
+def test_quantised_folders_that_are_refused_say_what_to_use(keys, why):
+    with pytest.raises(UnsupportedError, match=f"{why}.*a folder that is not quantised"):
+        models.config_of(LLAMA_31_8B | keys)
+
+
 def test_hunyuans_keys_of_other_models_are_taken():
     keys = dict(
         add_classification_head=False, attention_head_dim=128, cla_share_factor=2, class_num=0, dense_list=[4096, 0],

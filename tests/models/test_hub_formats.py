@@ -385,7 +385,7 @@ REFUSED = {
     "an unknown key": (AWQ | dict(rotate=True), "rotate=True"),
     "fp4": (compressed("nvfp4-pack-quantized", 4, "float", "group", group_size=16), "format='nvfp4-pack-quan"),
     "sparse": (
-        compressed("pack-quantized", 4, "int", "channel") | dict(sparsity_config=dict(format="dense")),
+        compressed("pack-quantized", 4, "int", "channel") | dict(sparsity_config=dict(format="sparse-24-bitmask")),
         "sparsity_config",
     ),
 }  # fmt: skip

@@ -130,8 +130,9 @@ def test_an_end_token_of_minus_1_is_none_beside_a_generation_config_too(tmp_path
 @pytest.mark.parametrize("made_of", [jattn.Engine, jattn.Embedder])
 def test_a_folder_without_a_tokenizer_is_refused_before_its_weights_are_read(made_of, tmp_path, monkeypatch):
     tiny.write(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
     monkeypatch.setattr(models, "load", lambda *args, **options: pytest.fail("its weights were read"))
-    with pytest.raises(FileNotFoundError, match="has no tokenizer.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json \(it has tokenizer.model\).*save_pretrained"):
         made_of.from_pretrained(tmp_path, **({} if made_of is jattn.Engine else dict(pooling="mean")))
 
 
