@@ -188,10 +188,11 @@ def test_keys_of_published_models_that_change_nothing_are_taken(name):
             models.config_of(PUBLISHED[family] | other)
 
 
-def test_the_keys_of_ernie_eurobert_and_distilbart_that_change_nothing_are_taken():
+def test_the_keys_of_ernie_granite_moe_eurobert_and_distilbart_that_change_nothing_are_taken():
     no_effect = {
         "ernie4_5": (dict(use_rmsnorm=True, compression_ratio=1.0), dict(use_rmsnorm=False)),
         "ernie4_5_moe": (dict(use_rmsnorm=True, num_nextn_predict_layers=1), dict(compression_ratio=2.0)),
+        "granitemoe": (dict(position_embedding_type="rope"), dict(position_embedding_type="nope")),
         "eurobert": (dict(bos_token="<s>", eos_token="</s>", pad_token="</s>"), dict(is_causal=True)),
         "bart": (
             dict(save_step=58, replacing_rate=0, student_decoder_layers=None, kobart_version=2.0,

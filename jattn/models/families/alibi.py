@@ -99,7 +99,7 @@ def mpt(c: ConfigReader) -> ModelConfig:
     attn.only("attn_type", "multihead_attention")
     for name in ("prefix_lm", "qk_ln", "attn_uses_sequence_id"):
         attn.only(name, False)
-    attn.ignore("attn_impl")
+    attn.ignore("attn_impl", "tie_word_embeddings")
     c.only("no_bias", True)
     c.only("expansion_ratio", 4)
     c.only("logit_scale")

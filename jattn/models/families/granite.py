@@ -49,6 +49,7 @@ def granite(c: ConfigReader) -> ModelConfig:
 def granitemoe(c: ConfigReader) -> ModelConfig:
     """Experts in every layer, weighted by softmax over the chosen ones."""
     act = c.choice("hidden_act", ACTIVATIONS, "silu")
+    c.only("position_embedding_type", "rope")  # transformers 4.53 to 4.57 write it
     return with_factors(c, MoE(**experts_of(c), width=c.count("intermediate_size"), activation=act))
 
 
