@@ -24,7 +24,9 @@ HARMLESS = frozenset({
     "initializer_range", "initializer_factor", "init_std", "attention_dropout", "hidden_dropout", "resid_pdrop",
     "embd_pdrop", "emb_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "dropout",
     "activation_dropout", "router_aux_loss_coef", "router_jitter_noise", "gradient_checkpointing",
-    "decoder_layerdrop", "encoder_layerdrop", "use_mup",
+    "decoder_layerdrop", "encoder_layerdrop", "layerdrop", "use_mup", "embedding_dropout", "embed_dropout",
+    "residual_dropout", "resid_dropout", "mlp_dropout", "expert_dropout", "classif_dropout", "qa_dropout",
+    "seq_classif_dropout", "dropout_rate", "router_z_loss_coef",
     # generation; every family reads the bos, eos and pad ids
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",

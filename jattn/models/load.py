@@ -212,12 +212,12 @@ def family_of(values: dict[str, Any]) -> Family:
     """The family of a config's model_type."""
     name = values.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        if name is None:
+        own = "; the code that auto_map names is never run" if values.get("auto_map") else ""
+        if "model_type" not in values:
             raise UnsupportedError(
                 "config.json has no model_type, as of old releases; add the one of its architecture, such as "
-                '"model_type": "bert"'
+                f'"model_type": "bert"{own}'
             )
-        own = "; the code that auto_map names is never run" if values.get("auto_map") else ""
         why = (
             ", because some of its layers have a state (state-space or linear attention) instead of keys"
             if name in RECURRENT

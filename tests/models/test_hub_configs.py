@@ -142,6 +142,7 @@ UNUSED_KEYS = {  # of published models -> a value that would ask for something e
     ),
     "LongChat": ("llama", dict(rope_condense_ratio=1), dict(rope_condense_ratio=8)),
     "LLaVA's Vicuna": ("llama", dict(tokenizer_model_max_length=4096, tokenizer_padding_side="right"), {}),
+    "another dropout": ("olmoe", dict(residual_dropout=0.1, mlp_dropout=0.0, router_z_loss_coef=0.001), {}),
     "ALLaM": ("llama", dict(internal_version="7b-alpha-v2.33.0.30"), {}),
     "Llama with causal attention": ("llama", dict(is_causal=True), dict(is_causal=False)),
     "gte-Qwen2": ("qwen2", dict(is_causal=True), dict(is_causal=False)),
@@ -333,6 +334,7 @@ def test_hunyuans_keys_of_other_models_are_taken():
         add_classification_head=False, attention_head_dim=128, cla_share_factor=2, class_num=0, dense_list=[4096, 0],
         im_end_id=5, im_newline_id=11, im_start_id=4, mask_init_id=12, mlp_bias=False, norm_type="rms", num_experts=1,
         org_vocab_size=128167, pad_id=127961, pool_type="last", sep_token_id=127962, text_end_id=7, text_start_id=6,
+        enable_lm_head_fp32=True,
     )  # fmt: skip
     plain = options.FAMILIES["hunyuan_v1_dense"].config() | dict(head_dim=128)
     assert models.config_of(plain | keys) == models.config_of(plain)

@@ -25,7 +25,7 @@ def bart(c: ConfigReader) -> ModelConfig:
     c.only("static_position_embeddings", False)
     c.only("do_blenderbot_90_layernorm", False)
     c.only("tie_word_embeddings", True)
-    c.ignore("extra_pos_embeddings", "num_hidden_layers", "classif_dropout", "force_bos_token_to_be_generated")
+    c.ignore("extra_pos_embeddings", "num_hidden_layers", "force_bos_token_to_be_generated")
     c.ignore("save_step", "replacing_rate", "student_encoder_layers", "student_decoder_layers")  # DistilBART's training
     c.ignore("kobart_version")
     ends = token_ids(c)

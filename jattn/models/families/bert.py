@@ -59,7 +59,7 @@ def electra(c: ConfigReader) -> ModelConfig:
 
 def distilbert(c: ConfigReader) -> ModelConfig:
     """BERT without token types."""
-    c.ignore("sinusoidal_pos_embds", "tie_weights_", "qa_dropout", "seq_classif_dropout")
+    c.ignore("sinusoidal_pos_embds", "tie_weights_")
     return masked_lm(c, Norm(kind="layer", eps=1e-12, has_bias=True), c.count("max_position_embeddings"))
 
 

@@ -234,7 +234,7 @@ def phimoe(c: ConfigReader) -> ModelConfig:
         scores="sparsemixer",
         jitter=c.number("router_jitter_noise", 0.01, above=0),
     )
-    c.ignore("input_jitter_noise", "expert_dropout")
+    c.ignore("input_jitter_noise")
     size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
     rope = rope_of(c, size, longest, unused=("short_mscale", "long_mscale"))
     if type(rope.scaling) is not RopeScaling:

@@ -47,7 +47,7 @@ def gpt2(c: ConfigReader) -> ModelConfig:
 
 def gpt_neo(c: ConfigReader) -> ModelConfig:
     """Attention logits are not scaled; local layers have a window."""
-    c.ignore("resid_dropout", "embed_dropout", *UNUSED_KEYS)
+    c.ignore(*UNUSED_KEYS)
     count, window = c.count("num_hidden_layers", high=MAX_LAYERS), c.count("window_size", 256)
     kinds = attention_kinds(c, count)
     act = c.choice("activation_function", ACTIVATIONS, "gelu_new")
@@ -85,7 +85,6 @@ def opt(c: ConfigReader) -> ModelConfig:
     """Norms before the sublayers, or after each sum."""
     hidden = c.count("hidden_size")
     c.only("word_embed_proj_dim", hidden)
-    c.ignore("layerdrop")
     c.only("learned_embeddings", True)  # of Galactica
     c.only("scale_embeddings", False)
     bias, is_before = c.flag("enable_bias", True), c.flag("do_layer_norm_before", True)

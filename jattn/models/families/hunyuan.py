@@ -95,9 +95,9 @@ FIXED = dict(
 """Keys with the only value that is implemented."""
 NOT_OF_THE_DECODER = (
     "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id",
-    "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id",
+    "mask_init_id", "org_vocab_size", "pad_id", "pool_type", "text_end_id", "text_start_id", "enable_lm_head_fp32",
 )  # fmt: skip
-"""Keys of options that are off (FIXED), and ids of special tokens."""
+"""Keys of options that are off (FIXED), and ids of special tokens. Logits are float32 in any case."""
 HEAD_KEYS = dict(head_dim=("head_dim", "attention_head_dim"))
 NAMES = LLAMA_NAMES | {"attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"}
 EXPERTS = EXPERT_NAMES | {"mlp.router": "mlp.gate.wg"}

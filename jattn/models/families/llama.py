@@ -94,7 +94,6 @@ def tuning_of(c: ConfigReader, default: dict[str, Any]) -> dict[str, Any]:
 
 def seed_oss(c: ConfigReader) -> ModelConfig:
     """Biases of q, k and v, of the output, and of the MLP, each by its own key."""
-    c.ignore("residual_dropout")
     biases: dict[str, Any] = dict(qkv_bias=c.flag("attention_bias", True), out_bias=c.flag("attention_out_bias", False))
     return rope_decoder(c, mlp=gated_mlp(c, c.flag("mlp_bias", False)), windows=no_windows, **biases)
 

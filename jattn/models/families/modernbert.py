@@ -25,7 +25,7 @@ def modernbert(c: ConfigReader) -> ModelConfig:
     The first layer has no norm before its attention, because the embeddings end with one.
     """
     c.ignore(
-        "position_embedding_type", "layer_norm_eps", "embedding_dropout", "mlp_dropout", "deterministic_flash_attn",
+        "position_embedding_type", "layer_norm_eps", "deterministic_flash_attn",
         "initializer_cutoff_factor", "reference_compile", "repad_logits_with_grad", "sparse_prediction",
         "sparse_pred_ignore_index", "classifier_pooling",
     )  # fmt: skip

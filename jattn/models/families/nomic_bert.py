@@ -31,7 +31,7 @@ def nomic_bert(c: ConfigReader) -> ModelConfig:
     c.only("rotary_emb_scale_base")
     c.ignore(
         "dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "pad_vocab_size_multiple",
-        "reorder_and_upcast_attn", "use_flash_attn", "use_xentropy", "summary_activation", "summary_first_dropout",
+        "reorder_and_upcast_attn", "use_xentropy", "summary_activation", "summary_first_dropout",
         "summary_proj_to_labels", "summary_type", "summary_use_proj",
     )  # fmt: skip
     heads, norm, act = heads_of(c), layer_norm(c), activation_of(c)

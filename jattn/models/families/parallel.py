@@ -172,7 +172,7 @@ def shared_input(c: ConfigReader, norm: Norm) -> dict[str, Any]:
 
 def starcoder2(c: ConfigReader) -> ModelConfig:
     """Layer norms, a plain MLP, one key for all biases."""
-    c.ignore("residual_dropout", "embedding_dropout", "layer_norm_epsilon")  # norm_epsilon is the one
+    c.ignore("layer_norm_epsilon")  # norm_epsilon is the one
     c.ignore("activation_function", "attention_softmax_in_fp32", "scale_attention_softmax_in_fp32")  # of the 7B
     c.only("scale_attn_weights", True)
     bias = c.flag("use_bias", True)

@@ -20,7 +20,7 @@ MAX_BUCKETS = 65_536
 def t5(c: ConfigReader) -> ModelConfig:
     """The decoder, with the encoder as a field; both share the token embeddings."""
     c.only("is_encoder_decoder", True)
-    c.ignore("n_positions", "dropout_rate", "classifier_dropout", "is_gated_act", "dense_act_fn")
+    c.ignore("n_positions", "is_gated_act", "dense_act_fn")
     tied = c.flag("tie_word_embeddings", True)
     hidden = c.count("d_model")
     scale = hidden**-0.5 if c.flag("scale_decoder_outputs", tied) else 1.0
