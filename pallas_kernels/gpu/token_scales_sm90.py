@@ -29,7 +29,9 @@ from pallas_kernels.gpu import rows_sm90 as rows
 
 THREADS = 128
 OF_KEYS, LOGS, RECIPROCALS = range(3)  # parts of a row of scales of a converted tile
-LEAST = 2.0**-100  # instead of a smaller scale of a value, whose logarithm or reciprocal would be infinite
+LEAST = 2.0**-80
+"""Instead of a smaller scale of a value, 0 included, whose logarithm or reciprocal would be infinite. Beside a scale of
+1e4 its key still has a weight: exponentials below 2**-126 are 0."""
 
 
 def _per_thread(size: int):

@@ -62,3 +62,14 @@ def test_weights_times_scales_fit_float16_and_their_sums_are_those_of_the_weight
     wanted = (weights * scales) @ values / weights.sum(axis=1, keepdims=True)
     error = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
     assert error.max() < 1e-3
+
+
+def test_a_row_of_zeros_keeps_its_weight_beside_the_largest_values():
+    """As exponentials are computed on a GPU: those below the smallest normal float32 are 0."""
+    scales = np.where(np.arange(64) == 9, 1e4, 0.0).astype(np.float32)
+    logs, reciprocals = (np.asarray(x, np.float64) for x in token_scales.in_logits(scales))
+    logits = np.where(scales > 0, 0.0, -20.0)
+    y = logits + logs
+    p = np.exp2(y - y.max())
+    sums = (np.where(p < 2.0**-126, 0, p) * reciprocals).sum()
+    np.testing.assert_allclose(sums * np.exp2(y.max()), np.exp2(logits).sum(), rtol=1e-6)
