@@ -1,5 +1,6 @@
 """Products with packed matrices by wgmma: in JAX's interpreter, thread by thread on the PTX model, what is served."""
 
+import dataclasses
 from unittest import mock
 
 import jax
@@ -15,11 +16,13 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.packed_wgmma_config import (
     MAX_ROWS,
     SHARED_BYTES,
+    SHARED_BYTES_OF_TWO,
     WAYS,
     PackedWgmmaConfig,
     choose,
     cost,
     supports,
+    ways,
 )
 from tests.kernels.gpu.simt import Arith, Fragment, Machine, emulated
 from tests.kernels.gpu.test_packed_product import MODELS, Memory
@@ -229,6 +232,17 @@ def test_codes_are_decoded_once_for_128_rows_where_that_is_faster():
     small_groups = down(96, group=32)
     assert (small_groups.most_rows, small_groups.depth) == (128, 64)
     assert down(192).splits <= 4, "with 7 CTAs of a cluster 102, with 2 72"
+
+
+def test_a_wide_tile_has_an_sm_for_itself():
+    """So it takes its shared memory, and costs the same with less of it; up to 64 rows there is none."""
+    sizes = dict(inner=14336, widths=(4096,), format="int4", group=64, scale_dtype="bfloat16")
+    wide = choose(132, rows=96, **sizes)
+    assert wide.most_rows == 128 and wide.stages * wide.stage_bytes > SHARED_BYTES_OF_TWO
+    small = dataclasses.replace(wide, stages=3)
+    assert small.stages * small.stage_bytes <= SHARED_BYTES_OF_TWO and cost(small, 132) == cost(wide, 132)
+    assert {way.most_rows for way in ways(dataclasses.replace(wide, rows=64))} == {64}
+    assert {way.most_rows for way in ways(dataclasses.replace(wide, rows=65))} == {64, 128}
 
 
 WIDE = dict(rows=100, most_rows=128, warpgroups=2)
