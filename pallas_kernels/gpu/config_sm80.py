@@ -6,7 +6,7 @@ import math
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.paging import cdiv
-from pallas_kernels.gpu.config import KV_DTYPES_8BIT, TOKEN_SCALE_BYTES, WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_UNIT, TOKEN_SCALE_BYTES, WARPGROUP_ROWS, GpuKernelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,6 @@ CHIPS = {
     "sm_120": WarpChip(170, 100 << 10, 99 << 10),  # RTX 5090
     "sm_121": WarpChip(48, 100 << 10, 99 << 10),  # DGX Spark
 }
-SMEM_UNIT = 1024  # bytes: Mosaic gives every buffer in shared memory a multiple of them
 SMALL_ROWS = 4  # of the buffer `small` i32[SMALL_ROWS, block_kv] of paged_attention_sm80.py
 SMEM_RESERVED = 1024  # bytes of shared memory that CUDA keeps for each CTA
 FP8_CONVERSIONS = 89  # 10 major + minor of the first compute capability that converts float8 in one instruction

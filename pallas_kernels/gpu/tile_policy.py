@@ -382,6 +382,6 @@ def measured_table(card: str = "") -> dict[tuple[int, int, str, str], dict[str, 
 
 
 def _stages_that_fit(config: GpuKernelConfig, block_kv: int, most: int) -> int:
-    """Stages of this block for which there is shared memory, at most `most`; below 1: not even one."""
-    one, two = (dataclasses.replace(config, block_kv=block_kv, stages=n).smem_bytes for n in (1, 2))
-    return min(1 + (SMEM_LIMIT - one) // (two - one), most)
+    """Stages of this block for which there is shared memory, at most `most`; 0: not even one."""
+    fits = lambda n: dataclasses.replace(config, block_kv=block_kv, stages=n).smem_bytes <= SMEM_LIMIT
+    return next((n for n in range(most, 0, -1) if fits(n)), 0)

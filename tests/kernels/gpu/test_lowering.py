@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.shards import ShardRule
-from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.config import SMEM_RESERVED, GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import make_config
@@ -177,3 +178,24 @@ def test_the_door_checks_shapes_and_options():
         ragged_paged_attention(q, pool, pool, table, work, config, sinks=jnp.zeros(32))
     with pytest.raises(ValueError, match="per_request_causal"):
         build_work_list(jnp.array([0, 4]), jnp.array([4]), 4, config, causal=jnp.array([True]))
+
+
+ALIBI = LogitRule(scale=0.1, has_alibi=True)
+SCALED = dict(kv_dtype="float8_e4m3fn", token_scales=True, logits=ALIBI, q_buffers=1)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(SCALED, head_dim=192, v_head_dim=64, block_kv=64, stages=4),
+        dict(SCALED, head_dim=96, v_head_dim=96, rows=32768, requests=34),
+        dict(SCALED, head_dim=32, v_head_dim=32, block_kv=128, stages=8),
+        dict(SCALED, token_scales=False),
+        dict(logits=ALIBI),
+    ],
+)
+def test_shared_memory_is_no_more_than_is_counted(fields):
+    """Mosaic takes the device's limit, which a machine without a GPU lacks, and refuses a byte more."""
+    config = make_config(**BASE | fields)
+    with artificial_shared_memory_limit(config.smem_bytes + SMEM_RESERVED):
+        lower(config)
