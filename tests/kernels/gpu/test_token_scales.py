@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
+from pallas_kernels.gpu.tile_policy import default_config
 from tests.kernels.gpu.simt import Machine, emulated
 from tests.kernels.gpu.test_lanes import rows_of
 from tests.kernels.gpu.test_wide_mma import fragment_of
@@ -62,6 +64,12 @@ def test_weights_times_scales_fit_float16_and_their_sums_are_those_of_the_weight
     wanted = (weights * scales) @ values / weights.sum(axis=1, keepdims=True)
     error = np.linalg.norm(found - wanted, axis=1) / np.linalg.norm(wanted, axis=1)
     assert error.max() < 1e-3
+
+
+def test_only_weights_times_scales_that_are_parts_of_logits_are_float16():
+    shape = dict(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=16, logits=LogitRule(scale=0.1))
+    config = default_config(**shape, kv_dtype="int8", token_scales=True)
+    assert (config.value_dtype, config.weight_dtype) == ("bfloat16", "float16")
 
 
 def test_a_row_of_zeros_keeps_its_weight_beside_the_largest_values():
