@@ -13,6 +13,9 @@ A block's scales lie in SMEM as f32 [2 block_kv]: first its keys', then its valu
 [3 block_kv]: its keys', then log2 and reciprocals of its values'. They are loaded through registers, one block ahead,
 and not by TMA: in NHD the scales of one page and head are strided. A slot without a token may have any scale, NaN
 included; it is read as 0, so that a masked logit is not NaN. Scales of values must not be negative.
+
+In a converted tile, weights times scales below 2**-25 of a row's largest become 0. So values should use the range of
+their dtype, as with the scales of quant.token_head_scale: beside zeros with a scale of 1, small scales would be lost.
 """
 
 import math

@@ -196,6 +196,7 @@ SCALED = dict(kv_dtype="float8_e4m3fn", token_scales=True, logits=ALIBI, q_buffe
 )
 def test_shared_memory_is_no_more_than_is_counted(fields):
     """Mosaic takes the device's limit, which a machine without a GPU lacks, and refuses a byte more."""
-    config = make_config(**BASE | fields)
+    every: dict = BASE | fields
+    config = make_config(**every)
     with artificial_shared_memory_limit(config.smem_bytes + SMEM_RESERVED):
         lower(config)

@@ -236,9 +236,10 @@ def test_codes_are_decoded_once_for_128_rows_where_that_is_faster():
 
 def test_a_wide_tile_has_an_sm_for_itself():
     """So it takes its shared memory, and costs the same with less of it; up to 64 rows there is none."""
-    sizes = dict(inner=14336, widths=(4096,), format="int4", group=64, scale_dtype="bfloat16")
+    sizes: dict = dict(inner=14336, widths=(4096,), format="int4", group=64, scale_dtype="bfloat16")
     wide = choose(132, rows=96, **sizes)
-    assert wide.most_rows == 128 and wide.stages * wide.stage_bytes > SHARED_BYTES_OF_TWO
+    assert wide is not None and wide.most_rows == 128
+    assert wide.stages * wide.stage_bytes > SHARED_BYTES_OF_TWO
     small = dataclasses.replace(wide, stages=3)
     assert small.stages * small.stage_bytes <= SHARED_BYTES_OF_TWO and cost(small, 132) == cost(wide, 132)
     assert {way.most_rows for way in ways(dataclasses.replace(wide, rows=64))} == {64}

@@ -67,8 +67,8 @@ def test_weights_times_scales_fit_float16_and_their_sums_are_those_of_the_weight
 
 
 def test_only_weights_times_scales_that_are_parts_of_logits_are_float16():
-    shape = dict(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=16, logits=LogitRule(scale=0.1))
-    config = default_config(**shape, kv_dtype="int8", token_scales=True)
+    shape: dict = dict(num_heads=4, num_kv_heads=2, head_dim=64, v_head_dim=64, page_size=16)
+    config = default_config(**shape, logits=LogitRule(scale=0.1), kv_dtype="int8", token_scales=True)
     assert (config.value_dtype, config.weight_dtype) == ("bfloat16", "float16")
 
 
