@@ -51,20 +51,18 @@ def _maker(values: dict[str, Any]) -> str:
 
 
 def fp8(c: ConfigReader) -> Scheme:
-    """e4m3 with a scale for each block of weight_block_size (outputs, inputs): DeepSeek, Qwen."""
+    """e4m3 with a scale for each block of weight_block_size (outputs, inputs), as DeepSeek and Qwen, or with one for a
+    whole tensor, as Mistral. Activations are not quantised here, so their scales ("static") are not needed."""
     blocks = c.counts("weight_block_size", 2**16)
-    if blocks is None:
-        raise UnsupportedError(
-            f"{c.where}: weight_block_size=None, which is one scale for a whole tensor, is not supported: use a folder "
-            f"with blocks, {USE_FLOATS}"
-        )
-    if len(blocks) != 2 or 0 in blocks:
+    if blocks is not None and (len(blocks) != 2 or 0 in blocks):
         raise UnsupportedError(f"{c.where}: weight_block_size={short(blocks)} must be [outputs, inputs] of a block")
     c.only("fmt", "e4m3", "float8_e4m3fn")
-    c.only("activation_scheme", "dynamic")  # "static" comes with scales of activations
+    c.only("activation_scheme", "dynamic", "static")
     c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
-    groups = lambda inputs, scales: Groups(inputs // math.gcd(inputs, blocks[1]), scales.dtype)
-    return Scheme("fp8", ("weight", "weight_scale_inv"), functools.partial(_fp8_blocks, blocks[0], blocks[1]), groups)
+    size = lambda inputs: inputs if blocks is None else math.gcd(inputs, blocks[1])  # of a group
+    groups = lambda inputs, scales, *_: Groups(inputs // size(inputs), scales.dtype)
+    decode = _fp8_tensor if blocks is None else functools.partial(_fp8_blocks, blocks[0], blocks[1])
+    return Scheme("fp8", ("weight", "weight_scale_inv"), decode, groups, ("activation_scale", "input_scale"))
 
 
 def _check_matrices(**parts: np.ndarray) -> None:
@@ -74,11 +72,23 @@ def _check_matrices(**parts: np.ndarray) -> None:
             raise ValueError(f"{name} {part.shape} must be a matrix with elements")
 
 
-def _fp8_blocks(out_block: int, in_block: int, weight: np.ndarray, scales: np.ndarray) -> Decoded:
-    _check_matrices(codes=weight, scales=scales)
-    outputs, inputs = weight.shape
+def _check_fp8(weight: np.ndarray) -> None:
+    _check_matrices(codes=weight)
     if weight.dtype != ml_dtypes.float8_e4m3fn:
         raise ValueError(f"codes have dtype {weight.dtype}, which must be float8_e4m3fn")
+
+
+def _fp8_tensor(weight: np.ndarray, scale: np.ndarray, *of_activations) -> Decoded:
+    _check_fp8(weight)
+    if scale.size != 1:
+        raise ValueError(f"scales {scale.shape} must be one number, as the config has no weight_block_size")
+    return Decoded(weight.view(np.uint8), np.full((len(weight), 1), scale.reshape(()), scale.dtype))
+
+
+def _fp8_blocks(out_block: int, in_block: int, weight: np.ndarray, scales: np.ndarray, *of_activations) -> Decoded:
+    _check_fp8(weight)
+    _check_matrices(scales=scales)
+    outputs, inputs = weight.shape
     if scales.shape != (math.ceil(outputs / out_block), math.ceil(inputs / in_block)):
         raise ValueError(f"scales {scales.shape} do not fit blocks of {out_block} x {in_block}")
     group = math.gcd(inputs, in_block)  # a block may be cut at the end; groups are not

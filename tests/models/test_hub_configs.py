@@ -315,10 +315,6 @@ def test_settings_of_the_making_of_quantised_weights_are_taken(name):
         (dict(quantization_config=dict(quant_algo="FP8", producer=dict(name="modelopt"))), "of 'modelopt'"),
         (dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)), "bitsandbytes"),
         (
-            dict(quantization_config=dict(quant_method="fp8", activation_scheme="static")),
-            "one scale for a whole tensor",
-        ),
-        (
             dict(quantization_config=PACKED | dict(config_groups=dict(g=dict(weights=GROUP | dict(actorder="group"))))),
             "actorder",
         ),

@@ -213,12 +213,6 @@ def fp8_pack(blocks, x):
     return dict(weight=weight, weight_scale_inv=scales), weight.astype(np.float64) * wide
 
 
-@pytest.mark.parametrize("blocks", [(32, 32), (48, 40)])
-def test_fp8_blocks(tmp_path, blocks):
-    """Blocks that the sizes 64 and 96 are multiples of, and blocks that are cut at the end."""
-    check(tmp_path / "fp8", fp8_settings(blocks), functools.partial(fp8_pack, blocks), "fp8")
-
-
 LATENT = dict(
     model_type="deepseek_v3", vocab_size=40, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
     num_attention_heads=4, max_position_embeddings=64, rms_norm_eps=1e-5, eos_token_id=2, kv_lora_rank=32,
@@ -378,8 +372,7 @@ REFUSED = {
     "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method='bitsandbytes' is not supp"),
     "nvfp4": (dict(quant_method="modelopt", quant_algo="NVFP4"), "quant_method='modelopt' is not supported; known:"),
     "no method": (dict(bits=4), "quant_method=None is not supported"),
-    "fp8 without blocks": (dict(quant_method="fp8"), "weight_block_size=None"),
-    "fp8 static": (dict(quant_method="fp8", weight_block_size=[8, 8], activation_scheme="static"), "activation_scheme"),
+    "fp8 of one block": (dict(quant_method="fp8", weight_block_size=[8]), r"weight_block_size=\[8\] must be"),
     "awq gemv": (AWQ | dict(version="gemv"), "version='gemv'"),
     "gptq of 3 bits": (dict(quant_method="gptq", bits=3), "bits=3 is not supported; it must be 4 or 8"),
     "an unknown key": (AWQ | dict(rotate=True), "rotate=True"),
