@@ -183,7 +183,7 @@ def processor() -> str:
 
 
 def _remove_special(folder: pathlib.Path) -> None:
-    """Remove pipes, sockets and devices among JAX's entries: JAX opens an entry to read it, and would wait for ever."""
+    """Remove pipes, sockets, devices and links to such among JAX's entries: JAX would open them and wait for ever."""
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             kind = path.stat().st_mode

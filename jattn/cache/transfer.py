@@ -12,12 +12,12 @@ def _alive(name: str, cache: PagedKV) -> PagedKV:
     return check_alive(cache, name)
 
 
+_PAIRS = integers(2)
+
+
 def _pairs(name: str, pairs):
     """i32[n, 2]; an empty list has no pairs."""
     return _PAIRS(name, np.zeros((0, 2), np.int32) if isinstance(pairs, (list, tuple)) and not pairs else pairs)
-
-
-_PAIRS = integers(2)
 
 
 @takes(cache=_alive, src_dst=_pairs)

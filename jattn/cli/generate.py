@@ -88,7 +88,8 @@ def _stream(engine: Engine, prompt: Prompt, params: SamplingParams) -> int:
     """Print the text of one prompt as it is generated, then its other completions. Returns the number of failures."""
     engine.add_request(prompt, params)
     shown, last = "", None
-    with screen.progress("waiting for the first token"):  # the first steps may compile their programs
+    with screen.progress("generating") as report:
+        report(0, 1, "waiting for the first token")  # the first steps may compile their programs
         outputs = engine.step()
         while not outputs and engine.has_work:
             outputs = engine.step()
@@ -126,7 +127,7 @@ def _all(
 
 
 def _answers(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> list[RequestOutput]:
-    """The outputs of all prompts, in their order; a terminal shows how many are done."""
+    """The outputs of all prompts, in their order; a terminal shows for which it waits."""
     ids, found = [engine.add_request(prompt, params) for prompt in prompts], {}
     with screen.progress("generating") as report:
         report(0, len(ids), "prompts")

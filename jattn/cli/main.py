@@ -83,9 +83,10 @@ def _run(argv: Sequence[str] | None) -> int:
     except jax.errors.JaxRuntimeError as error:
         if not screen.is_of_transfer_guard(error):
             raise
+        names = [name for name in os.environ if name.startswith("JAX_TRANSFER_GUARD")]
+        guards = ", ".join(f"{name}={os.environ[name]}" for name in names) or "jax_transfer_guard"
         print(
-            "jattn: JAX_TRANSFER_GUARD, or a JAX_TRANSFER_GUARD_*, forbids transfers between host and device, and this "
-            "command needs them: unset it",
+            f"jattn: {guards} forbids transfers between host and device, which this command needs: allow them",
             file=sys.stderr,
         )
         return 2

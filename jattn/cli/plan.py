@@ -4,6 +4,7 @@ here."""
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
 from jattn.cli import screen
@@ -40,8 +41,8 @@ def add(commands) -> None:
         "--model",
         metavar="DIR",
         required=True,
-        help="a Hugging Face folder; config.json is enough unless weights are stored quantised, and without weights "
-        "their dtype is the one that it names",
+        help="a Hugging Face folder; config.json is enough unless weights are stored quantised. Without weights their "
+        "dtype is that of config.json, or bfloat16",
     )
     parser.add_argument(
         "--devices", nargs="+", required=True, metavar="KIND[xN]", help="as h200x8; cpu: this machine, measured"
@@ -100,7 +101,11 @@ def _stored_weights(args: argparse.Namespace, method: str | None) -> dict[str, A
     if method is None:
         try:
             return stored_weights(args.model)
-        except (OSError, ValueError, ImportError):  # such as a clone with pointers in place of weights
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, ImportError) as error:  # such as a clone with pointers in place of weights
+            said = f"{screen.told(error)}; the dtype is that of config.json"
+            print(f"jattn: its weights cannot be read: {said}", file=sys.stderr)
             return None
     if args.quantization is not None:
         raise UnsupportedError(f"{args.model}: its weights are quantised ({method}); leave --quantization out")

@@ -13,7 +13,7 @@ from jattn.errors import CacheFullError, UnsupportedError
 EXPECTED = (ValueError, OSError, ImportError, UnsupportedError, CacheFullError)
 """Errors that a user can cause. They are printed in one line, without a traceback."""
 
-QUIET_SECONDS = 10.0
+SECONDS_BETWEEN_LINES = 10.0
 """Where stderr is no terminal but perhaps a service's log, a long task prints a line at most this often."""
 
 Report = Callable[[int, int, str], None]
@@ -80,12 +80,12 @@ def _line(title: str) -> Report:
 
 
 def _now_and_then(report: Report) -> Report:
-    """The same, QUIET_SECONDS after the last line at the earliest."""
+    """A Report that calls this one at most every SECONDS_BETWEEN_LINES, and not before so many."""
     last = time.monotonic()
 
     def seldom(done: int, total: int, what: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= QUIET_SECONDS:
+        if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             report(done, total, what)
             last = time.monotonic()
 

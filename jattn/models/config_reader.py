@@ -8,7 +8,7 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 
 HARMLESS = frozenset({
-    # names and versions
+    # names, versions, and how others run it
     "_name_or_path", "architectures", "auto_map", "model_type", "transformers_version", "torch_dtype", "dtype",
     "finetuning_task", "id2label", "label2id", "num_labels", "problem_type", "task_specific_params", "tokenizer_class",
     "prefix", "return_dict", "output_attentions", "output_hidden_states", "output_router_logits", "use_return_dict",
@@ -19,7 +19,7 @@ HARMLESS = frozenset({
     "output_past", "custom_pipelines", "trust_remote_code", "author", "created_date", "internal_version", "language",
     "license", "name", "use_flash_attn", "use_flash_attention", "use_flash_attention_2", "flash_attn",
     "model_max_length", "tokenizer_model_max_length", "tokenizer_padding_side",  # of tokenizers
-    "sbert_ce_default_activation_function", "sentence_transformers",  # of scores, which a head that is not read gives
+    "sbert_ce_default_activation_function", "sentence_transformers",  # of a classification head, which is not read
     # training only
     "initializer_range", "initializer_factor", "init_std", "attention_dropout", "hidden_dropout", "resid_pdrop",
     "embd_pdrop", "emb_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "dropout",
@@ -27,6 +27,7 @@ HARMLESS = frozenset({
     "decoder_layerdrop", "encoder_layerdrop", "layerdrop", "use_mup", "embedding_dropout", "embed_dropout",
     "residual_dropout", "resid_dropout", "mlp_dropout", "expert_dropout", "classif_dropout", "qa_dropout",
     "seq_classif_dropout", "dropout_rate", "router_z_loss_coef",
+    "max_sequence_length",  # of the training data; max_position_embeddings is the limit
     # generation; every family reads the bos, eos and pad ids
     "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty",
     "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
@@ -34,9 +35,9 @@ HARMLESS = frozenset({
     "return_dict_in_generate", "forced_bos_token_id", "forced_eos_token_id", "suppress_tokens",
     "begin_suppress_tokens", "exponential_decay_length_penalty", "decoder_start_token_id",
     "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id",
-    "chunk_size_feed_forward",  # same results, computed in slices
-    "pretraining_tp",  # same results, computed in slices
-    "max_sequence_length",  # of the training data; max_position_embeddings is the limit
+    # same results, computed in slices
+    "chunk_size_feed_forward", "pretraining_tp",
+    # of options that no family has
     "pruned_heads", "tie_encoder_decoder", "cross_attention_hidden_size", "add_cross_attention",
 })  # fmt: skip
 """Keys that do not change the results of a forward pass."""
@@ -150,6 +151,11 @@ class ConfigReader:
         if value is not None and not any(value == x and type(value) is type(x) for x in allowed):
             wanted = " or ".join(map(repr, allowed)) or "absent"
             raise UnsupportedError(f"{self.where}: {name}={short(value)} is not supported; it must be {wanted}")
+
+    def only_these(self, wanted: Mapping[str, Any]) -> None:
+        """`only` for each key and its one value."""
+        for name, value in wanted.items():
+            self.only(name, value)
 
     def section(self, name: str, defaults: Mapping[str, Any] | None = None) -> "ConfigReader":
         """The reader of a nested object; an empty one if the key is absent."""

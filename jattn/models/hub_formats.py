@@ -1,8 +1,8 @@
 """Quantised weights as folders of the hub store them: each method reads its quantization_config into a Scheme.
 
-Activations are not quantised: products use the dequantised weights. Folders with scales of activations, and those of
-compressed-tensors that ask for rounded activations, are refused. (`activation_scheme: dynamic` of fp8 is taken:
-unrounded activations are closer to the model that was quantised.)
+Activations are not quantised: products use the dequantised weights. fp8 folders may ask for it (`dynamic`) or hold
+scales for it (`static`); both are taken, as unrounded activations are closer to the model that was quantised. Folders
+of compressed-tensors that ask for rounded activations (w8a8) are refused.
 """
 
 import functools
@@ -36,7 +36,7 @@ def scheme_of(values: dict[str, Any], where: str) -> Scheme | None:
     return scheme
 
 
-USE_FLOATS = "or a folder that is not quantised, with quantization="
+USE_FLOATS = "or a folder that is not quantised, with quantization='int8', 'int4' or 'fp8'"
 
 
 def _maker(values: dict[str, Any]) -> str:
@@ -55,7 +55,10 @@ def fp8(c: ConfigReader) -> Scheme:
     whole tensor, as Mistral. Activations are not quantised here, so their scales ("static") are not needed."""
     blocks = c.counts("weight_block_size", 2**16)
     if blocks is not None and (len(blocks) != 2 or 0 in blocks):
-        raise UnsupportedError(f"{c.where}: weight_block_size={short(blocks)} must be [outputs, inputs] of a block")
+        raise UnsupportedError(
+            f"{c.where}: weight_block_size={short(blocks)} must be [outputs, inputs] of a block, or absent, where each "
+            "tensor has one scale"
+        )
     c.only("fmt", "e4m3", "float8_e4m3fn")
     c.only("activation_scheme", "dynamic", "static")
     c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")

@@ -215,7 +215,7 @@ def family_of(values: dict[str, Any]) -> Family:
         own = "; the code that auto_map names is never run" if values.get("auto_map") else ""
         if "model_type" not in values:
             raise UnsupportedError(
-                "config.json has no model_type, as of old releases; add the one of its architecture, such as "
+                "config.json has no model_type, as in folders of old releases; add that of its architecture, such as "
                 f'"model_type": "bert"{own}'
             )
         why = (

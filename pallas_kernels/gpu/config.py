@@ -10,13 +10,17 @@ from pallas_kernels.algebra.shards import ShardRule
 WARPGROUP_ROWS = 64  # query rows of one warpgroup's tile: the M of wgmma
 FP8 = "float8_e4m3fn"
 KV_DTYPES_8BIT = (FP8, "float8_e5m2", "int8")
-SMEM_RESERVED = 5 * 1024  # bytes: barriers, and 2 KiB of a reduction where logits rise; up to 4216 are needed
-SMEM_LIMIT = 232448 - SMEM_RESERVED  # bytes a CTA may use on Hopper, less those
+SMEM_OF_MOSAIC = 5 * 1024  # bytes: barriers, and 2 KiB of a reduction where logits rise; up to 4216 are needed
+SMEM_LIMIT = 232448 - SMEM_OF_MOSAIC  # bytes a CTA may use on Hopper, less those
 SMEM_FIXED = 2304  # bytes: row statistics, the numbers of the pieces in flight, alignment
-TOKEN_SCALE_BYTES = 8  # f32 scales of one key and its value, as warp-level products take them
 SMEM_UNIT = 1024  # bytes: Mosaic gives every buffer in shared memory a multiple of them
 PIECE_BOXES = 2  # pieces of a pipeline whose numbers are in shared memory
 MAX_FIXED_LOGIT = 80.0  # base 2
+
+
+def in_units(size: int) -> int:
+    """Bytes of shared memory that a buffer of so many takes."""
+    return -(-size // SMEM_UNIT) * SMEM_UNIT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,5 +246,4 @@ class GpuKernelConfig:
         of_keys, of_values = self.stored_stages
         queries += self.block_kv * (of_keys * self.head_dim + of_values * self.v_head_dim)
         scales = self.scale_rows * self.scale_columns * 4 if self.token_scales else 0
-        scales = -(-scales // SMEM_UNIT) * SMEM_UNIT
-        return queries + self.stages * self.block_kv * key + scales + SMEM_FIXED
+        return queries + self.stages * self.block_kv * key + in_units(scales) + SMEM_FIXED

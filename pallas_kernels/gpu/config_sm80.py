@@ -5,8 +5,7 @@ import math
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.algebra.paging import cdiv
-from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_UNIT, TOKEN_SCALE_BYTES, WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.config import KV_DTYPES_8BIT, WARPGROUP_ROWS, GpuKernelConfig, in_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +32,8 @@ CHIPS = {
     "sm_121": WarpChip(48, 100 << 10, 99 << 10),  # DGX Spark
 }
 SMALL_ROWS = 4  # of the buffer `small` i32[SMALL_ROWS, block_kv] of paged_attention_sm80.py
-SMEM_RESERVED = 1024  # bytes of shared memory that CUDA keeps for each CTA
+SMEM_OF_CUDA = 1024  # bytes of shared memory that CUDA keeps for each CTA
+TOKEN_SCALE_BYTES = 8  # f32 scales of one key and its value
 FP8_CONVERSIONS = 89  # 10 major + minor of the first compute capability that converts float8 in one instruction
 BLOCK_KV = 64  # keys of a block: a narrow tile gives 16 to each of the four warps
 NARROW_ROWS = (8, 16)  # the choices of narrow_rows
@@ -105,4 +105,4 @@ class WarpKernelConfig(GpuKernelConfig):
         buffers += [2 * math.prod(self.query_shape)] if self.query_shape else []
         buffers += [self.block_kv * self.head_dim * 2] if self.wide_tiles and self.quantised else []
         buffers += [keys * TOKEN_SCALE_BYTES] if self.token_scales else []
-        return sum(cdiv(size, SMEM_UNIT) * SMEM_UNIT for size in buffers)
+        return sum(map(in_units, buffers))

@@ -23,7 +23,7 @@ WAYS += tuple((WIDE_TILE_ROWS, 2, depth) for depth in (128, 64))
 class PackedWgmmaConfig(PackedConfig):
     """A launch of packed_wgmma_sm90.py."""
 
-    most_rows: int = TILE_ROWS  # of a CTA
+    most_rows: int = TILE_ROWS  # the limit of tile_rows
     warpgroups: int = 4  # of a CTA, side by side
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
     depth: int = 128  # inputs of a chunk, which a stage holds
@@ -121,12 +121,11 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(not whole, f"widths {c.widths}: wanted multiples of the {c.strip} columns of a CTA")
     refuse(not 1 <= c.splits <= min(c.chunks, MAX_SPLITS), f"{c.splits} CTAs of a cluster for {c.chunks} stages")
     refuse(c.warpgroups not in (2, 4), f"{c.warpgroups} warpgroups: wanted 2 or 4")
-    refuse(c.most_rows not in (TILE_ROWS, WIDE_TILE_ROWS), f"{c.most_rows} rows of a CTA: wanted 64 or 128")
-    crowded = c.most_rows == WIDE_TILE_ROWS and c.warpgroups == 4
-    refuse(crowded, "128 rows for 4 warpgroups: a thread would have too few registers, wanted 2")
-    too_deep = c.depth > 128 and c.tile_rows > 32 or c.depth > 64 and c.most_rows > TILE_ROWS and c.span < 64
-    seen = f"stages of {c.depth} inputs in groups of {c.group} with {c.tile_rows} rows"
-    refuse(too_deep, f"{seen}: a thread would spill registers")
+    refuse(c.most_rows not in (TILE_ROWS, WIDE_TILE_ROWS), f"most_rows {c.most_rows}: wanted 64 or 128")
+    is_wide, seen = c.most_rows == WIDE_TILE_ROWS, f"stages of {c.depth} inputs"
+    refuse(is_wide and c.warpgroups == 4, "most_rows 128 with 4 warpgroups: wanted 2, for the registers of a thread")
+    refuse(c.depth > 128 and c.tile_rows > 32, f"{seen} with {c.tile_rows} rows: wanted at most 128, or 32 rows")
+    refuse(is_wide and c.span < 64 and c.depth > 64, f"{seen} in groups of {c.group} with most_rows 128: wanted 64")
     refuse(c.stages < 3, f"{c.stages} stages: wanted at least 3")
     if not reasons:
         need, largest = c.stages * c.stage_bytes, c.stages * max(c.value_bytes, c.token_bytes)
@@ -178,7 +177,7 @@ START, HIDDEN, PEER = 5.0, 0.6, 0.15
 cluster."""
 PAIRS = 0.95  # part of the places for CTAs that clusters of two can take
 USABLE = {1: 0.8, 2: 0.85}  # the same of larger clusters, by the CTAs that fit on an SM
-LARGE_CLUSTERS = 1.6  # of more than 4 CTAs, several times on each SM: down of 8B with 192 rows and 7 takes 102, not 67
+LARGE_CLUSTERS = 1.6  # times the work of more than 4 CTAs in 3 rounds: down of 8B, 192 rows, 7 CTAs takes 102, not 67
 UNIT = {TILE_ROWS: 0.052, WIDE_TILE_ROWS: 0.032}
 UNIT_OF_ROW = {TILE_ROWS: 0.0011, WIDE_TILE_ROWS: 0.00157}
 UNIT_OF_STAGE = 3.3

@@ -409,9 +409,9 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             return [token_scales.load_block(pool, ids, head, *where, **kind, **order) for pool in pools]
 
         def put_scales(row, *numbers):
-            for i, numbers_of_keys in enumerate(numbers):
-                first = i * cfg.block_kv
-                token_scales.put_block(refs.token_scale.at[row], numbers_of_keys, first, block=cfg.block_kv)
+            for part, of_block in enumerate(numbers):
+                first = part * cfg.block_kv
+                token_scales.put_block(refs.token_scale.at[row], of_block, first, block=cfg.block_kv)
 
         def follow(i, carry):
             """A block of a narrow tile."""
@@ -435,7 +435,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             ahead, put = (), lambda *_: None
             if cfg.token_scales:
                 scales, ids = carry
-                numbers = scales[0], *token_scales.in_logits(scales[1])
+                numbers = scales[0], *token_scales.in_logits(scales[1])  # in the order of token_scales' parts
                 put = lambda *_: put_scales(lax.rem(n, jnp.int32(cfg.converted_scales)), *numbers)
                 ahead = (scales_of(i + 1, ids), ids_of(i + 2))
 

@@ -9,7 +9,7 @@ from pallas_kernels.gpu.config_sm80 import (
     CHIPS,
     MOST_COLUMNS_OF_TWO_HALVES,
     NARROW_ROWS,
-    SMEM_RESERVED,
+    SMEM_OF_CUDA,
     WarpChip,
     WarpKernelConfig,
 )
@@ -122,6 +122,6 @@ def _variants(rows: int | None, given: dict[str, Any]) -> dict[str, Any]:
 def stages_that_fit(config: WarpKernelConfig, ctas: int) -> int:
     """The most stages, up to MOST_STAGES, for which a multiprocessor has the memory with so many CTAs; 0: not one."""
     known = _chip_of(config.chip)
-    limit = min(known.smem_cta, known.smem // ctas - SMEM_RESERVED)
+    limit = min(known.smem_cta, known.smem // ctas - SMEM_OF_CUDA)
     fits = lambda count: dataclasses.replace(config, stages=count).smem_bytes <= limit
     return max(filter(fits, range(1, MOST_STAGES + 1)), default=0)

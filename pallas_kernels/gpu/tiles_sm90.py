@@ -201,7 +201,8 @@ def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
 
 
 def softmax_step(cfg: GpuKernelConfig, x, c, state, log_scales=None, reciprocals=None):
-    """(p f32, state with p's sums). With log_scales and reciprocals of values' token scales, p is times those scales.
+    """(p f32, state with p's sums). With logs and reciprocals of values' token scales, p is multiplied by those scales,
+    and its sums are without them.
 
     With fixed_max the soft cap bounds base-2 logits by MAX_FIXED_LOGIT: m stays 0 and nothing is rescaled. Logits that
     rise with the key's position raise m in nearly every block, for which a branch would only cost time.
@@ -334,9 +335,8 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
 
     def step(j, state, masked):
         slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
-        (of_keys,) = _token_scales(
-            cfg, refs, blocks_before + j, token_scales.OF_KEYS
-        )  # on their way during the products
+        # They come while the products run.
+        (of_keys,) = _token_scales(cfg, refs, blocks_before + j, token_scales.OF_KEYS)
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot], end_turn)
         dots = token_scales.multiply_per_key(dots, of_keys, 1)
         plgpu.barrier_arrive(refs.k_free.at[slot])

@@ -12,10 +12,11 @@ about 1, as float16 needs, and the sum takes them divided by their scales again:
 A block's scales lie in SMEM as f32 [2 block_kv]: first its keys', then its values'; of a converted tile as f32
 [3 block_kv]: its keys', then log2 and reciprocals of its values'. They are loaded through registers, one block ahead,
 and not by TMA: in NHD the scales of one page and head are strided. A slot without a token may have any scale, NaN
-included; it is read as 0, so that a masked logit is not NaN. Scales of values must not be negative.
+included; it is read as 0, so that a masked logit is not NaN. Scales of values must not be negative, which nothing
+checks: in a converted tile, 0 and below count as LEAST.
 
-In a converted tile, weights times scales below 2**-25 of a row's largest become 0. So values should use the range of
-their dtype, as with the scales of quant.token_head_scale: beside zeros with a scale of 1, small scales would be lost.
+In a converted tile, weights times scales below 2**-25 of a row's largest become 0. So a token of zeros should have a
+small scale, as quant.token_head_scale gives it: a scale of 1 would hide tokens with scales below 2**-25.
 """
 
 import math
@@ -31,7 +32,8 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 
 THREADS = 128
-OF_KEYS, LOGS, RECIPROCALS = range(3)  # parts of a row of scales of a converted tile
+OF_KEYS, OF_VALUES = 0, 1  # parts of a row of scales of a narrow tile, or of the warp-level kernel
+LOGS, RECIPROCALS = 1, 2  # of a converted tile, after OF_KEYS
 LEAST = 2.0**-80
 """Instead of a smaller scale of a value, 0 included, whose logarithm or reciprocal would be infinite. Beside a scale of
 1e4 its key still has a weight: exponentials below 2**-126 are 0."""
@@ -136,7 +138,7 @@ def _fragment(values, element=None):
     return fragment
 
 
-def load_per_key(tile, row, axis: int, block: int, first=0, count: int | None = None, of=(0, 1)):
+def load_per_key(tile, row, axis: int, block: int, first=0, count: int | None = None, of=(OF_KEYS, OF_VALUES)):
     """f32 (count,) of keys first .. for each of these parts of a row of scales.
 
     They broadcast along the other axis of WGMMA scores, whose `axis` runs over keys.

@@ -102,11 +102,16 @@ def test_a_platform_that_jax_cannot_start_is_a_sentence(command, platform):
     assert said.startswith(f"jattn: JAX finds no device with JAX_PLATFORMS={platform}: ") and "unset" in said
 
 
-def test_a_transfer_guard_is_a_sentence(capsys):
+def test_a_transfer_guard_is_a_sentence(capsys, monkeypatch):
     with jax.transfer_guard("disallow"):
         assert cli.main(["generate", "1+1="]) == 2
     said = capsys.readouterr().err
-    assert said.startswith("jattn: JAX_TRANSFER_GUARD") and said.endswith("unset it\n") and said.count("\n") == 1
+    assert said.startswith("jattn: jax_transfer_guard forbids") and said.endswith("allow them\n")
+    assert said.count("\n") == 1
+    monkeypatch.setenv("JAX_TRANSFER_GUARD", "disallow")
+    with jax.transfer_guard("disallow"):
+        assert cli.main(["generate", "1+1="]) == 2
+    assert capsys.readouterr().err.startswith("jattn: JAX_TRANSFER_GUARD=disallow forbids")
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ PUBLISHED = dict(
 LLAMA_4_SCOUT = dict(
     rope_type="llama3", factor=16.0, low_freq_factor=1.0, high_freq_factor=1.0, original_max_position_embeddings=8192
 )
-UNUSED_KEYS = {  # of published models -> a value that would ask for something else
+HARMLESS_IN = {  # of published models -> a value that would ask for something else
     "SmolLM 2": ("llama", dict(is_llama_config=True, rope_interleaved=False), dict(rope_interleaved=True)),
     "SmolLM 2 Instruct": ("llama", {"transformers.js_config": dict(kv_cache_dtype=dict(fp16="float16"))}, {}),
     "Falcon 3": ("llama", dict(activation="swiglu"), dict(activation="relu")),
@@ -180,9 +180,9 @@ UNUSED_KEYS = {  # of published models -> a value that would ask for something e
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", UNUSED_KEYS)
+@pytest.mark.parametrize("name", HARMLESS_IN)
 def test_keys_of_published_models_that_change_nothing_are_taken(name):
-    family, keys, other = UNUSED_KEYS[name]
+    family, keys, other = HARMLESS_IN[name]
     assert models.config_of(PUBLISHED[family] | keys) == models.config_of(PUBLISHED[family])
     if other:
         with pytest.raises((ValueError, UnsupportedError), match=next(iter(other))):

@@ -19,8 +19,7 @@ NORM = Norm(kind="layer", eps=1e-5, has_bias=True)
 
 def bart(c: ConfigReader) -> ModelConfig:
     """The decoder, with the encoder as a field; both share the token embeddings."""
-    for name, wanted in dict(normalize_before=False, add_final_layer_norm=False, normalize_embedding=True).items():
-        c.only(name, wanted)
+    c.only_these(dict(normalize_before=False, add_final_layer_norm=False, normalize_embedding=True))
     c.only("add_bias_logits", False)
     c.only("static_position_embeddings", False)
     c.only("do_blenderbot_90_layernorm", False)

@@ -55,8 +55,7 @@ def softmax_scores(c: ConfigReader) -> str:
 
 def qwen3_moe(c: ConfigReader) -> ModelConfig:
     """Norms on q and k, per head; the same window in all layers, if use_sliding_window is true."""
-    for name, wanted in dict(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0).items():
-        c.only(name, wanted)  # of Qwen3 Coder
+    c.only_these(dict(qkv_bias=False, use_qk_norm=True, shared_expert_intermediate_size=0))  # of Qwen3 Coder
     used = c.flag("use_sliding_window", False)
     c.ignore("max_window_layers")
     window = c.count("sliding_window", None)
@@ -167,8 +166,7 @@ def ernie4_5_moe(c: ConfigReader) -> ModelConfig:
     c.only("moe_gate", "topk")
     c.only("moe_use_aux_free", True)
     c.ignore("moe_capacity", "num_nextn_predict_layers")  # see extra_layer_prefixes
-    for name, wanted in ERNIE_FIXED.items():
-        c.only(name, wanted)
+    c.only_these(ERNIE_FIXED)
     bias, width, count = c.flag("use_bias", False), c.count("moe_intermediate_size"), layers_of(c)
     shared = c.count("moe_num_shared_experts", low=0)
     moe = MoE(
@@ -197,8 +195,7 @@ def ernie4_5_moe(c: ConfigReader) -> ModelConfig:
 
 def minimax_m2(c: ConfigReader) -> ModelConfig:
     """Sigmoid scores; norms of q and k over all heads; rotary_dim dimensions of a head are rotated."""
-    for name, wanted in dict(qk_norm_type="per_layer", scoring_func="sigmoid", shared_intermediate_size=0).items():
-        c.only(name, wanted)
+    c.only_these(dict(qk_norm_type="per_layer", scoring_func="sigmoid", shared_intermediate_size=0))
     for part in ("full_attention", "linear_attention", "mlp"):
         c.only(f"layernorm_{part}_beta", 1.0, 1)
     for name in ("use_routing_bias", "use_qk_norm"):

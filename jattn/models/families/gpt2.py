@@ -9,7 +9,7 @@ from jattn.models.config import ModelConfig
 from jattn.models.config_reader import MAX_COUNT, ConfigReader
 from jattn.models.families.bart import without_padding
 from jattn.models.families.family import Family
-from jattn.models.families.parallel import GPT2_KEYS, OLD_BUFFERS, UNUSED_KEYS, inner_mlp
+from jattn.models.families.parallel import GPT2_KEYS, GPT2_UNUSED_KEYS, OLD_BUFFERS, inner_mlp
 from jattn.models.families.shared import MAX_LAYERS, UNUSED, equal_heads, layer_norm, no_windows, rope_decoder
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.residual import ResidualNorms
@@ -31,7 +31,7 @@ def gpt2(c: ConfigReader) -> ModelConfig:
     """Attention logits may be left unscaled, or be divided by the layer's number."""
     c.only("add_cross_attention", False)
     c.only("quantization_config")  # its matrices are stored [in, out], and programs pack them in different orders
-    c.ignore("reorder_and_upcast_attn", *UNUSED_KEYS)
+    c.ignore("reorder_and_upcast_attn", *GPT2_UNUSED_KEYS)
     usual = equal_heads(c)["head_dim"] ** -0.5 if c.flag("scale_attn_weights", True) else 1.0
     by_layer = c.flag("scale_attn_by_inverse_layer_idx", False)
     return learned_positions_decoder(
@@ -47,7 +47,7 @@ def gpt2(c: ConfigReader) -> ModelConfig:
 
 def gpt_neo(c: ConfigReader) -> ModelConfig:
     """Attention logits are not scaled; local layers have a window."""
-    c.ignore(*UNUSED_KEYS)
+    c.ignore(*GPT2_UNUSED_KEYS)
     count, window = c.count("num_hidden_layers", high=MAX_LAYERS), c.count("window_size", 256)
     kinds = attention_kinds(c, count)
     act = c.choice("activation_function", ACTIVATIONS, "gelu_new")

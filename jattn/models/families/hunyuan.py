@@ -31,8 +31,7 @@ from jattn.nn.rope_scaling import FACTORS
 def hunyuan(c: ConfigReader, mlp: Any = None) -> ModelConfig:
     """`rope_decoder` with norms of q and k after the rotation. mlp: see `rope_decoder`."""
     c.ignore(*NOT_OF_THE_DECODER)
-    for name, wanted in FIXED.items():
-        c.only(name, wanted)
+    c.only_these(FIXED)
     rope = rope_by_alpha(c)
     return rope_decoder(
         c,

@@ -101,8 +101,7 @@ def seed_oss(c: ConfigReader) -> ModelConfig:
 def ernie4_5(c: ConfigReader) -> ModelConfig:
     """Rotated pairs are neighbours; one key for all biases."""
     bias = c.flag("use_bias", False)
-    for name, wanted in ERNIE_FIXED.items():
-        c.only(name, wanted)
+    c.only_these(ERNIE_FIXED)
     return rope_decoder(
         c, mlp=gated_mlp(c, bias), windows=no_windows, rope_options=dict(interleaved=True), qkv_bias=bias, out_bias=bias
     )

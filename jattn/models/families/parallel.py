@@ -57,7 +57,7 @@ def gptj(c: ConfigReader) -> ModelConfig:
     """One norm for both sublayers; neighbouring pairs of rotary_dim dimensions are rotated."""
     c.only("rotary", True)
     c.only("scale_attn_weights", True)
-    c.ignore(*UNUSED_KEYS)
+    c.ignore(*GPT2_UNUSED_KEYS)
     heads, hidden = equal_heads(c), c.count("hidden_size")
     dim = c.count("rotary_dim", None, high=MAX_HEADS)
     if dim is None or dim % 2 or dim > heads["head_dim"]:
@@ -82,7 +82,7 @@ def inner_mlp(c: ConfigReader, hidden: int) -> MLP:
     return MLP(width=c.count("n_inner", 4 * hidden), activation=act, gated=False, bias=True)
 
 
-UNUSED_KEYS = (
+GPT2_UNUSED_KEYS = (
     "n_ctx", "n_special", "predict_special_tokens", "summary_type", "summary_use_proj", "summary_activation",
     "summary_proj_to_labels", "summary_first_dropout",
 )  # fmt: skip

@@ -8,7 +8,7 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.shards import ShardRule
-from pallas_kernels.gpu.config import SMEM_RESERVED, GpuKernelConfig
+from pallas_kernels.gpu.config import SMEM_OF_MOSAIC, GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import make_config
@@ -198,5 +198,5 @@ def test_shared_memory_is_no_more_than_is_counted(fields):
     """Mosaic takes the device's limit, which a machine without a GPU lacks, and refuses a byte more."""
     every: dict = BASE | fields
     config = make_config(**every)
-    with artificial_shared_memory_limit(config.smem_bytes + SMEM_RESERVED):
+    with artificial_shared_memory_limit(config.smem_bytes + SMEM_OF_MOSAIC):
         lower(config)

@@ -11,7 +11,7 @@ from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 from benchmarks.gpu import operations
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_RESERVED
+from pallas_kernels.gpu.config_sm80 import CHIPS, SMEM_OF_CUDA
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports_sm80 import supports
 from pallas_kernels.gpu.tile_policy_sm80 import warp_config
@@ -254,7 +254,7 @@ def test_a_kernel_fits_every_chip_and_head(chip, rows):
         assert not supports(config)
         assert config.num_ctas % CHIPS[chip].processors == 0
         ctas = config.num_ctas // CHIPS[chip].processors
-        assert ctas * (config.smem_bytes + SMEM_RESERVED) <= CHIPS[chip].smem
+        assert ctas * (config.smem_bytes + SMEM_OF_CUDA) <= CHIPS[chip].smem
 
 
 ALLOCATED = (
@@ -278,7 +278,7 @@ def test_two_halves_get_the_stages_that_let_two_ctas_share_a_multiprocessor():
     fields = SHAPE | dict(chip="sm_90", head_dim=128, v_head_dim=128, num_ctas=264)
     config = warp_config(**fields, tile_halves=2)
     assert (config.tile_halves, config.stages) == (2, 2)
-    assert 2 * (config.smem_bytes + SMEM_RESERVED) <= CHIPS["sm_90"].smem
+    assert 2 * (config.smem_bytes + SMEM_OF_CUDA) <= CHIPS["sm_90"].smem
 
 
 @pytest.mark.parametrize(("v_head_dim", "halves"), [(64, 2), (96, 1)])
