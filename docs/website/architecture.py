@@ -40,6 +40,7 @@ SENTENCES = {
     "tpu": "Mosaic TPU kernels",
     "tuning": "measured tile sizes, by chip",
     "folders": "private folders for compiled code",
+    "switches": "settings of the environment that are 0 or 1",
     "algebra": "masks, softmax, quantisation, paging: written once for all of the above",
 }
 STYLE = """
