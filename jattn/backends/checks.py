@@ -16,7 +16,8 @@ from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integer, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.attention_type import keys_of
-from jattn.metadata.batch import check_block_size, check_per_request, in_int32
+from jattn.metadata.batch import check_block_size, in_int32
+from jattn.metadata.check import check_per_request
 from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, Feature

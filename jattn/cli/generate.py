@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from jattn.cli import options, processes, screen
@@ -109,33 +110,33 @@ def _all(
     engine: Engine, texts: list[str], prompts: list[Prompt], params: SamplingParams, args: argparse.Namespace
 ) -> int:
     """Print the results of all prompts. texts: as the user wrote them. Returns the number of failures."""
+    failures, finished = 0, _finished(engine, prompts, params)
     if args.json:
-        index_of = {engine.add_request(prompt, params): i for i, prompt in enumerate(prompts)}
-        failures, is_utf8 = 0, (sys.stdout.encoding or "").lower().startswith("utf")
-        for output in engine.drain():
+        is_utf8 = (sys.stdout.encoding or "").lower().startswith("utf")
+        for index, output in finished:
             failures += _report_error(output)
-            index = index_of[output.id]
             record = _record(index, texts[index], output)
             print(json.dumps(record, ensure_ascii=not is_utf8), flush=True)
         return failures
-    failures = 0
-    for text, output in zip(texts, _answers(engine, prompts, params), strict=True):
-        for completion in output.outputs:
+    found: dict[int, RequestOutput] = {}
+    with screen.progress("generating") as report:
+        report(0, len(prompts), "prompts")  # a terminal shows for which it waits
+        for index, output in finished:
+            found[index] = output
+            if len(found) < len(prompts):
+                report(len(found), len(prompts), "prompts")
+    for index, text in enumerate(texts):
+        for completion in found[index].outputs:
             print(text + ("\n" if args.chat else "") + completion.text)
-        failures += _report_error(output)
+        failures += _report_error(found[index])
     return failures
 
 
-def _answers(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> list[RequestOutput]:
-    """The outputs of all prompts, in their order; a terminal shows for which it waits."""
-    ids, found = [engine.add_request(prompt, params) for prompt in prompts], {}
-    with screen.progress("generating") as report:
-        report(0, len(ids), "prompts")
-        for output in engine.drain():
-            found[output.id] = output
-            if len(found) < len(ids):
-                report(len(found), len(ids), "prompts")
-    return [found[id] for id in ids]
+def _finished(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> Iterator[tuple[int, RequestOutput]]:
+    """(index of the prompt, its output), as they end."""
+    index_of = {engine.add_request(prompt, params): i for i, prompt in enumerate(prompts)}
+    for output in engine.drain():
+        yield index_of[output.id], output
 
 
 def _record(index: int, prompt: str, output: RequestOutput) -> dict:

@@ -386,15 +386,6 @@ def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "
     return block_size
 
 
-def check_per_request(meta: CommonAttentionMetadata) -> None:
-    """ValueError unless `causal`, if it is an array, and final_seq_lens have one entry for each of the R requests."""
-    for name, value in (("causal", meta.causal_per_request), ("final_seq_lens", meta.final_seq_lens)):
-        if value is not None and np.shape(value) != (meta.max_num_reqs,):
-            raise ValueError(
-                f"meta.{name}.shape={np.shape(value)} must be ({meta.max_num_reqs},): one for each request, as seq_lens"
-            )
-
-
 def in_int32(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """The batch with int32 in place of other integers: `replace` takes any, and with jax_enable_x64 JAX makes int64."""
     changed: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jattn.errors.arguments import integers, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size, check_per_request
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
 from pallas_kernels.algebra.paging import cdiv
 
 _HOST = integers(1, host="call check_host before device_put, never inside jit")
@@ -64,3 +64,12 @@ def _check_pages(meta, seq, cache_spec) -> None:
 def _first(bad: np.ndarray, message) -> None:
     if bad.any():
         raise ValueError(message(int(np.argmax(bad))))
+
+
+def check_per_request(meta: CommonAttentionMetadata) -> None:
+    """ValueError unless `causal`, if it is an array, and final_seq_lens have one entry for each of the R requests."""
+    for name, value in (("causal", meta.causal_per_request), ("final_seq_lens", meta.final_seq_lens)):
+        if value is not None and np.shape(value) != (meta.max_num_reqs,):
+            raise ValueError(
+                f"meta.{name}.shape={np.shape(value)} must be ({meta.max_num_reqs},): one for each request, as seq_lens"
+            )

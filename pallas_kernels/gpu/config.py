@@ -5,6 +5,7 @@ import math
 
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.algebra.shards import ShardRule
 
 WARPGROUP_ROWS = 64  # query rows of one warpgroup's tile: the M of wgmma
@@ -20,7 +21,7 @@ MAX_FIXED_LOGIT = 80.0  # base 2
 
 def in_units(size: int) -> int:
     """Bytes of shared memory that a buffer of so many takes."""
-    return -(-size // SMEM_UNIT) * SMEM_UNIT
+    return cdiv(size, SMEM_UNIT) * SMEM_UNIT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
