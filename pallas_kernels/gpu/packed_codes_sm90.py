@@ -1,4 +1,4 @@
-"""Codes of 4 or 8 bits as pairs of bfloat16, in PTX: two consecutive inputs of one output in a word.
+"""Codes of 4 or 8 bits as pairs of bfloat16, or fp8 as float16, in PTX: two consecutive inputs of one output in a word.
 
 Every number of a format is exact in bfloat16. Integers come from the bits of 128 = 0x4300, whose last place is 1:
 0x4300 | n is 128 + n for 0 <= n < 128, and 0x4380 is 256. Floats are moved to the places of bfloat16's exponent and
@@ -8,6 +8,7 @@ fraction and multiplied by the power of two between the two formats, which is ri
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.decode_sm90 import decode_word
 
 _MAGIC = 0x43004300  # 128, 128
 _INT4_OFFSET = 0x43084308  # 136, 136
@@ -76,6 +77,13 @@ def pair_of_bytes(format: str, first, second, byte: int):
         return _integers(twice)
     magnitude = _both(_shift(twice, 4), 0x07F007F0)
     return _times(arith.ori(_both(twice, 0x80008000), magnitude), 0x7B807B80)  # 2 ** 120
+
+
+def halves_of_bytes(first, second, byte: int) -> list:
+    """fp8 as float16: the pairs of this byte of two words, and of the next byte."""
+    selector = byte | (4 + byte) << 4 | (byte + 1) << 8 | (5 + byte) << 12
+    four = ptx.asm_value(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", first, second, pure=True)
+    return ptx.asm_values(decode_word("float8_e4m3fn", "float16"), "=r,=r,r", 2, four, pure=True)
 
 
 def _integers(twice):

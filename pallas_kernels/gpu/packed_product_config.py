@@ -142,10 +142,25 @@ class PackedProductConfig(PackedConfig):
         return self.has_zeros or self.format == "int4"
 
     @property
+    def is_half(self) -> bool:
+        """Are codes and rows multiplied as float16? One instruction decodes two of fp8 to it, and five to bfloat16."""
+        return self.format == "fp8"
+
+    @property
+    def element(self) -> str:
+        """The dtype of what mma multiplies."""
+        return "float16" if self.is_half else "bfloat16"
+
+    @property
+    def has_numbers(self) -> bool:
+        """Has each run of a row a number (packed_rows_sm90.py)?"""
+        return self.is_half or self.has_offset
+
+    @property
     def row_start(self) -> int:
-        """Bytes of shared memory before the rows of x: of the sums, then of the sums of inputs of each run."""
+        """Bytes of shared memory before the rows of x: of the sums, then of the numbers of each run."""
         runs = self.row_pieces // (4 * self.run)
-        return 4 * (self.sum_floats + (runs * self.tile_rows if self.has_offset else 0))
+        return 4 * (self.sum_floats + (runs * self.tile_rows if self.has_numbers else 0))
 
     @property
     def shared_floats(self) -> int:
@@ -187,7 +202,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
 
 WARPS = ((4, 2), (1, 8), (1, 16), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1))
 """Side by side, and along the inner dimension. With 16 rows a thread needs more than 128 registers unless its CTA has
-512 threads. Of 8-bit codes two warps side by side read 128 bytes of a row; one alone was slower."""
+512 threads. Of 8-bit codes two warps side by side read 128 bytes of a row; one of eight alone was slower."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -204,26 +219,29 @@ def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductCo
 def _ways(base: PackedProductConfig, unroll: int, chip: str):
     """Every division of the work that the kernel serves. More than 8 rows need CTAs of MAX_WARPS if these fit."""
     every = [_divided(base, unroll, *warps, splits) for warps in WARPS for splits in range(1, MAX_SPLITS + 1)]
-    served = [way for way in every if (BITS.get(way.format) == 4 or way.across > 1) and not supports(way, chip=chip)]
+    is_slow = lambda way: BITS.get(way.format) == 8 and (way.across, way.along) == (1, 8)
+    served = [way for way in every if not is_slow(way) and not supports(way, chip=chip)]
     largest = [way for way in served if way.across * way.along == MAX_WARPS]
     return largest if base.tile_rows == 16 or base.tile_rows > 16 and largest else served
 
 
 def _divided(base: PackedProductConfig, unroll: int, across: int, along: int, splits: int) -> PackedProductConfig:
-    """One division of the work, with as many steps in flight as a thread has registers for."""
+    """One division of the work, with as many steps in flight as a thread has registers for.
+
+    Up to 8 steps, short code matters more, as it is read from memory, too: one step, unless 4 blocks are all.
+    """
     way = dataclasses.replace(base, unroll=unroll, across=across, along=along, splits=splits)
-    if BITS.get(base.format) == 4:
-        depth = {8: 8, 16: 6}.get(base.tile_rows, 4) // unroll
-    else:  # with 2, a thread that scales each group needs more than the 128 registers of two CTAs on an SM
-        depth = 2 if base.tile_rows <= 16 and across * along == MAX_WARPS and not base.is_whole else 1
-    steps = -(-way.chunks // way.parts)  # few: short code, which is read from memory, too, matters more
-    return dataclasses.replace(way, depth=max(1, min(depth, steps, 64 if steps > 8 else 4 // unroll)))
+    depth = {8: 8, 16: 6}.get(base.tile_rows, 4) // unroll if BITS.get(base.format) == 4 else 1
+    steps = -(-way.chunks // way.parts)
+    if steps <= 8 and steps * unroll > 4:
+        depth = min(depth, 2 // unroll)
+    return dataclasses.replace(way, depth=max(1, min(depth, steps)))
 
 
 READ_RATE, SM_RATE = 3.75e6, 26e3
 """Bytes a microsecond: of all CTAs with up to 8 rows; of the one CTA of an SM with 16, which has much to multiply."""
 ROUND, START, TURN, NEEDED_WARPS = 2.0, 1.4, 0.3, 1600
-PEER = 0.1  # of each CTA of a cluster after the first
+CLUSTER, PEER, PEER_ROW = 0.4, 0.1, 0.01  # of a cluster of CTAs; of each after the first; of each of its rows
 
 
 def cost(config: PackedProductConfig, processors: int) -> float:
@@ -240,7 +258,8 @@ def cost(config: PackedProductConfig, processors: int) -> float:
     rounds = -(-c.strips * c.tiles // max(usable // c.splits, 1))
     of_cta = c.strip * c.inner * BITS[c.format] / 8 / c.splits
     turns = -(-min(c.tile_rows, c.rows) * c.row_pieces // (32 * warps * COPIES))
-    small = PEER * (c.splits - 1) + 0.02 * c.parts
+    peer = PEER + PEER_ROW * min(c.tile_rows, c.rows)
+    small = CLUSTER * (c.splits > 1) + peer * (c.splits - 1) + 0.02 * c.parts
     if c.tile_rows >= 16:
         again = c.along**0.2 if c.tile_rows > 16 else 1.0  # each part of the inner dimension has sums of its own
         return rounds * (of_cta / SM_RATE * c.tile_rows / 16 + START + TURN * turns) * again + small

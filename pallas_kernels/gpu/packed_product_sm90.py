@@ -3,10 +3,10 @@
     y[token, column] = sum over groups of  scale[group, column] * sum over its inputs of  x[token, input] * code
 
 The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, `depth` steps before it uses them;
-the rows of x are in shared memory. It turns the codes into bfloat16 in registers (packed_codes_sm90.py), in which they
-are exact, and multiplies them with mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not
-depend on the order of its inner dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a
-block of 32:
+the rows of x are in shared memory (packed_rows_sm90.py). It turns the codes into bfloat16 in registers, those of fp8
+into float16 (packed_codes_sm90.py), in which they are exact, and multiplies them with mma.m16n8k16: its rows are
+columns of w, its columns tokens. A product does not depend on the order of its inner dimension, so that a thread
+(g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
@@ -29,10 +29,11 @@ from jax._src.lib.mlir.dialects import arith, scf
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
+from pallas_kernels.gpu import packed_rows_sm90 as packed_rows
 from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, COPIES, ITEM_BYTES, PackedProductConfig, supports
+from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, ITEM_BYTES, PackedProductConfig, supports
 from pallas_kernels.gpu.packed_sums_sm90 import Packed, load_words, place_of
 
 
@@ -149,7 +150,8 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
     weights = lambda i: _load_weights(cfg, places, at(i), ptx.bool_to_i32(is_step(i)))
     start = [weights(ptx.i32(j)) for j in range(cfg.depth)]
     begin = edge(ptx.mul(split, cfg.along))
-    _copy_rows(cfg, here, base, begin)
+    packed_rows.copy(cfg, here, base, begin, _loop)
+    _wait_for_rows()
     rows = []
     for n in range(cfg.tile_rows // 8):
         row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
@@ -160,7 +162,7 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
         for j in range(cfg.depth):
             i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
             _hold()
-            rows_of_step = functools.partial(_load_rows, cfg, base, rows, arith.subi(at(i), begin))
+            rows_of_step = functools.partial(packed_rows.load, cfg, base, rows, arith.subi(at(i), begin))
             acc = _where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], rows_of_step, acc), acc)
             slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
         return slots, acc
@@ -168,53 +170,6 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
     acc = [[[ptx.f32(0.0)] * 4 for _ in rows] for _ in range(cfg.columns // 2)]
     turns = arith.divui(ptx.add(count, ptx.i32(cfg.depth - 1)), ptx.i32(cfg.depth))
     return _loop(turns, (start, acc), turn)[1]
-
-
-def _copy_rows(cfg: PackedProductConfig, here: _Strip, base, begin):
-    """The CTA's part of the rows of x to SMEM, [rows, row_bytes], and the sums of the inputs of each run.
-
-    Each thread copies some pieces of 8 inputs. The sums, [runs, tile_rows], are those of threads side by side.
-    """
-    threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
-    own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
-    count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
-    some = min(count, COPIES)
-
-    def turn(k, carry):
-        loaded = []
-        for i in range(some):
-            number = ptx.add(own, ptx.mul(k, some * threads), ptx.i32(i * threads))
-            row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
-            column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
-            is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
-            is_used = ptx.bool_to_i32(is_used)
-            words = load_words([place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
-            loaded.append((row, piece, is_used, words))
-        for row, piece, is_used, words in loaded:
-            to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
-            text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }"
-            ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
-            if cfg.has_offset:
-                _store_sum_of_inputs(cfg, base, row, piece, is_used, words)
-        return carry
-
-    _loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
-    _wait_for_rows()
-
-
-def _store_sum_of_inputs(cfg: PackedProductConfig, base, row, piece, is_used, words):
-    floats, of_run = [ptx.float_of_bf16(word, half) for word in words for half in range(2)], 4 * cfg.run
-    while len(floats) > 1:
-        floats = [arith.addf(floats[i], floats[i + 1]) for i in range(0, len(floats), 2)]
-    total, distance = floats[0], 1
-    while distance < of_run:
-        total, distance = arith.addf(total, ptx.shuffle_xor(total, distance)), 2 * distance
-    if not cfg.has_zeros:
-        total = arith.mulf(total, ptx.f32(-codes.offset(cfg.format)))
-    run, inside = arith.divui(piece, ptx.i32(of_run)), arith.remui(piece, ptx.i32(of_run))
-    to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(run, 4 * cfg.tile_rows), ptx.mul(row, 4))
-    first = arith.select(ptx.equal(inside, ptx.i32(0)), is_used, ptx.i32(0))
-    ptx.asm("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", to, total, first)
 
 
 def _wait_for_rows():
@@ -248,21 +203,6 @@ def _where(condition, compute, otherwise):
 
 def _divided(words: list, each: int) -> list:
     return [words[i : i + each] for i in range(0, len(words), each)]
-
-
-def _load_rows(cfg: PackedProductConfig, base, rows, chunk) -> tuple[list, list]:
-    """([block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block, [run][tile of 8 rows][2] sums)"""
-    at = ptx.mul(chunk, 2 * BLOCK * cfg.unroll)
-    text = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
-    one = lambda row, b: ptx.asm_values(text.format(2 * BLOCK * b), "=r,=r,=r,=r,r", 4, ptx.add(row, at))
-    xs = [[one(row, b) for row in rows] for b in range(cfg.unroll)]
-    if not cfg.has_offset:
-        return xs, []
-    runs, t = cfg.unroll // cfg.run, ptx.lane_position()[1]
-    start = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(chunk, 4 * runs * cfg.tile_rows), ptx.mul(t, 8))
-    text = "ld.shared.v2.f32 {{$0, $1}}, [$2+{}];"
-    pair = lambda run, n: ptx.asm_values(text.format(4 * (run * cfg.tile_rows + 8 * n)), "=f,=f,r", 2, start)
-    return xs, [[pair(run, n) for n in range(len(rows))] for run in range(runs)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,24 +273,26 @@ def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
     offset times the sum of the inputs is taken off each sum: one subtraction for a run, not one for each weight.
     """
     values, scales, zeros = weights
-    xs, of_inputs = load_rows()
+    xs, numbers = load_rows()
     for first in range(0, cfg.unroll, cfg.run):
         run = first // cfg.run
-        if cfg.has_offset and not cfg.has_zeros:  # of_inputs has the offset
-            sums = _each(acc, lambda i, n, e, m, run=run: of_inputs[run][n][e % 2])
+        if cfg.has_offset and not cfg.has_zeros:  # the numbers are times the offset
+            sums = _each(acc, lambda i, n, e, m, run=run: numbers[run][n][e % 2])
         else:
-            sums = acc if cfg.is_whole and not cfg.has_offset else _each(acc, lambda i, n, e, m: ptx.f32(0.0))
+            sums = acc if cfg.is_whole and not cfg.has_numbers else _each(acc, lambda i, n, e, m: ptx.f32(0.0))
         sums = [list(tiles) for tiles in sums]
         for b in range(first, first + cfg.run):
-            pairs = [_pairs(cfg, values[b], i) for i in range(cfg.columns)]
+            pairs = _pairs(cfg, values[b])
             for s in range(2):
                 for m, tiles in enumerate(sums):
                     low, high = pairs[2 * m], pairs[2 * m + 1]
                     a = low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]
                     for n in range(len(tiles)):
-                        tiles[n] = ptx.mma(a, xs[b][n][2 * s : 2 * s + 2], tiles[n], "bfloat16")
+                        tiles[n] = ptx.mma(a, xs[b][n][2 * s : 2 * s + 2], tiles[n], cfg.element)
         if cfg.has_zeros:
-            sums = _without_offsets(cfg, sums, of_inputs[run], zeros[run])
+            sums = _without_offsets(cfg, sums, numbers[run], zeros[run])
+        if cfg.is_half:
+            sums = _each(sums, lambda i, n, e, m, run=run, sums=sums: arith.mulf(sums[m][n][e], numbers[run][n][e % 2]))
         acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run])
     return acc
 
@@ -371,17 +313,20 @@ def _without_offsets(cfg: PackedProductConfig, sums, of_inputs, zeros) -> list:
 def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
     """acc + scales * sums."""
     if words is None:
-        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if cfg.has_offset else sums
+        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if cfg.has_numbers else sums
     factors = [packed_sums.scale_number(cfg.scale_dtype, words, i) for i in range(cfg.columns)]
     return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 
 
-def _pairs(cfg: PackedProductConfig, words, i: int) -> list:
-    """The four pairs of the 8 inputs of a column of the thread."""
+def _pairs(cfg: PackedProductConfig, words) -> list:
+    """[column of the thread][4] pairs of a block's 8 inputs."""
     if BITS[cfg.format] == 4:
-        return codes.pairs_of_word(cfg.format, words[i])
-    at = lambda j: words[j][i // 4]
-    return [codes.pair_of_bytes(cfg.format, at(2 * j), at(2 * j + 1), i % 4) for j in range(4)]
+        return [codes.pairs_of_word(cfg.format, word) for word in words]
+    rows_of = lambda j, i: (words[2 * j][i // 4], words[2 * j + 1][i // 4], i % 4)
+    if not cfg.is_half:
+        return [[codes.pair_of_bytes(cfg.format, *rows_of(j, i)) for j in range(4)] for i in range(cfg.columns)]
+    twos = [[codes.halves_of_bytes(*rows_of(j, i)) for j in range(4)] for i in range(0, cfg.columns, 2)]
+    return [[pairs[k] for pairs in two] for two in twos for k in range(2)]
 
 
 def _store_sums(cfg: PackedProductConfig, base, along, across, acc):

@@ -50,7 +50,10 @@ def convert_rows(source_ref, target_ref, *, dim: int, target: str):
                     " max.u32 a, a, b; max.u32 $0, $2, a; }"
                 )
                 top = ptx.asm_value(text, "=r,r,r", word, top, pure=True)
-            scale, inverse = _powers(top, TOP[target])
+            for distance in (1, 2):  # of the four threads of a row
+                text = f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $1, {distance}, 31, -1; max.u32 $0, $1, t; }}"
+                top = ptx.asm_value(text, "=r,r", top)
+            scale, inverse = powers(top, TOP[target])
             inverses.append(inverse)
             for i, word in enumerate(words):
                 low, high = (arith.mulf(ptx.float_of_bf16(word, k), scale) for k in range(2))
@@ -70,18 +73,11 @@ def convert_rows(source_ref, target_ref, *, dim: int, target: str):
     return convert(source_ref, target_ref)
 
 
-def _powers(top, exponent: int):
-    """(2 ** n, 2 ** -n): the largest n with 2 ** n * top < 2 ** exponent, top being a row's largest magnitude in bits.
-
-    top: of this thread's elements; those of the four threads of a row are compared here.
-    """
-    for distance in (1, 2):
-        text = f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $1, {distance}, 31, -1; max.u32 $0, $1, t; }}"
-        top = ptx.asm_value(text, "=r,r", top)
+def powers(top, exponent: int):
+    """(2 ** n, 2 ** -n): the largest n with 2 ** n * top < 2 ** exponent, top being a magnitude's bits as f32."""
     # field of the exponent: a zero counts as 2 ** (exponent - 125), and an infinity stays one
-    least = exponent + 1
-    field = ptx.asm_value(f"{{ .reg .b32 t; shr.u32 t, $1, 23; max.u32 $0, t, {least}; }}", "=r,r", top, pure=True)
-    power = lambda bits: ptx.asm_value("{ .reg .b32 t; shl.b32 t, $1, 23; mov.b32 $0, t; }", "=f,r", bits, pure=True)
+    field = arith.maxui(arith.shrui(top, ptx.i32(23)), ptx.i32(exponent + 1))
+    power = lambda bits: ptx.asm_value("mov.b32 $0, $1;", "=f,r", arith.shli(bits, ptx.i32(23)), pure=True)
     return power(arith.subi(ptx.i32(253 + exponent), field)), power(ptx.add(field, ptx.i32(1 - exponent)))
 
 

@@ -41,17 +41,20 @@ def _like(b, a):
 class Arith:
     """The arith dialect, on numpy arrays."""
 
-    addi = addf = staticmethod(lambda a, b: a + b)
-    subi = subf = staticmethod(lambda a, b: a - b)
+    addf = staticmethod(lambda a, b: a + b)
+    subf = staticmethod(lambda a, b: a - b)
+    addi = staticmethod(lambda a, b: a + _like(b, a))
+    subi = staticmethod(lambda a, b: a - _like(b, a))
     muli = mulf = staticmethod(lambda a, b: a * b)
     divui = staticmethod(lambda a, b: a // b)
     remui = staticmethod(lambda a, b: a % b)
     andi = staticmethod(lambda a, b: a & _like(b, a))
     ori = staticmethod(lambda a, b: a | _like(b, a))
-    xori = staticmethod(lambda a, b: a ^ b)
+    xori = staticmethod(lambda a, b: a ^ _like(b, a))
     shrui = staticmethod(lambda a, b: (a.view(np.uint32) >> b.view(np.uint32)).view(a.dtype))
     shli = staticmethod(lambda a, b: a << _like(b, a))
     minsi = staticmethod(np.minimum)
+    maxui = staticmethod(lambda a, b: np.maximum(a.view(np.uint32), b.view(np.uint32)).view(a.dtype))
     negf = staticmethod(lambda a: -a)
     select = staticmethod(np.where)
     cmpf = staticmethod(lambda kind, a, b: kind(a, b))
@@ -273,7 +276,8 @@ class Machine:
         a0, a1, a2, a3 = whole(a)  # [warp, row g, column 2t + i] of each quarter
         left = np.concatenate([np.concatenate([a0, a2], 2), np.concatenate([a1, a3], 2)], 1)
         right = np.concatenate([w.transpose(0, 2, 1) for w in whole(b)], 1)  # b: row g of the transposed is a column
-        product = left @ right
+        with np.errstate(invalid="ignore"):  # of what is undefined, and not used
+            product = left @ right
         low, high = product[:, :8].reshape(-1, 2), product[:, 8:].reshape(-1, 2)
         return [np.asarray(x + y, np.float32) for x, y in zip(c, (*low.T, *high.T), strict=True)]
 

@@ -11,7 +11,9 @@ import pytest
 
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_product_sm90 as kernel
+from pallas_kernels.gpu import packed_rows_sm90 as packed_rows
 from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
+from pallas_kernels.gpu import queries_sm90 as queries
 from pallas_kernels.gpu.packed_product_config import (
     BITS,
     MAX_ROWS,
@@ -92,7 +94,9 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
         emulated(kernel, machine),
         mock.patch.multiple(kernel, **swaps),
         mock.patch.multiple(packed_sums, **at_the_end),
-        mock.patch.object(codes, "arith", Arith),
+        mock.patch.multiple(codes, arith=Arith, decode_word=lambda source, target: f"decode {source} {target}"),
+        mock.patch.object(packed_rows, "arith", Arith),
+        mock.patch.object(queries, "arith", Arith),
     ):
         for strip in range(cfg.strips):
             for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
@@ -105,6 +109,21 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
                         kernel._multiply(cfg, refs, place)
     y = machine.memory[out : out + 4 * len(x) * cfg.joined_width].view(np.float32).reshape(len(x), -1)
     return np.split(y, np.cumsum(cfg.widths)[:-1], axis=1)
+
+
+@pytest.mark.parametrize("group", [64, 256])
+def test_rows_of_any_magnitude_times_fp8(group):
+    """Rows become float16 by a power of two for each run: large, tiny and mixed ones, and zeros, keep their bits."""
+    cfg = PackedProductConfig(rows=7, inner=256, widths=(128,), format="fp8", group=group, scale_dtype="float32")
+    x = np.random.default_rng(3).normal(size=(cfg.rows, cfg.inner))
+    x[1:6] *= np.array([1e30, 1e-30, 2.0**-110, 3e4, 0.0])[:, None]
+    x[4, ::16], x[6, :128] = 1e-4, x[6, :128] * 1e9
+    x = x.astype(ml_dtypes.bfloat16)
+    weight, numbers = drawn("fp8", 256, 128, group)
+    (y,) = run(cfg, x, [weight])
+    wanted = np.float64(x) @ numbers
+    assert (np.abs(y - wanted).max(axis=1) <= 1e-5 * wanted.std(axis=1)).all()
+    assert not y[5].any()
 
 
 def stacked(weights):

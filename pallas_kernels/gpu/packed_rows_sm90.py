@@ -1,0 +1,111 @@
+"""The rows of x of packed_product_sm90.py in shared memory, and a number of each run of inputs and row.
+
+A run is what shares scales in a step. Its number, as f32, is
+
+    fp8       the power of two by which its sums are multiplied. Codes become float16, and so do the rows: a run's
+              inputs are divided by that power, so that the largest is just below 2 ** 15. float16 then holds every
+              input above 2 ** -29 of it exactly
+    offsets   the sum of its inputs, if the numbers of codes are too large by an offset; times minus the offset where
+              there are no zero points
+"""
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import packed_codes_sm90 as codes
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.packed_product_config import BLOCK, COPIES, PackedProductConfig
+from pallas_kernels.gpu.packed_sums_sm90 import load_words, place_of
+from pallas_kernels.gpu.queries_sm90 import TOP, powers
+
+
+def copy(cfg: PackedProductConfig, here, base, begin, loop) -> None:
+    """The CTA's part of the rows of x to SMEM, [rows, row_bytes], and the numbers of its runs, [runs, tile_rows].
+
+    Each thread copies some pieces of 8 inputs. Threads side by side find the number of a run.
+    loop(count, carry, step): carry = step(i, carry) for i < count.
+    """
+    threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
+    own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
+    count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
+    some = min(count, COPIES)
+
+    def turn(k, carry):
+        loaded = []
+        for i in range(some):
+            number = ptx.add(own, ptx.mul(k, some * threads), ptx.i32(i * threads))
+            row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
+            column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
+            is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
+            is_used = ptx.bool_to_i32(is_used)
+            words = load_words([place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
+            loaded.append((row, piece, is_used, words))
+        for row, piece, is_used, words in loaded:
+            number = None
+            if cfg.is_half:
+                words, number = _halves(cfg, words)
+            elif cfg.has_offset:
+                number = _sum_of_inputs(cfg, words)
+            to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
+            text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }"
+            ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
+            if number is not None:
+                _store_number(cfg, base, row, piece, is_used, number)
+        return carry
+
+    loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
+
+
+def _distances(cfg: PackedProductConfig) -> list[int]:
+    """Between the threads that exchange what they have of a run."""
+    return [2**i for i in range((4 * cfg.run).bit_length() - 1)]
+
+
+def _halves(cfg: PackedProductConfig, words) -> tuple:
+    """(the words of a piece as float16, the power of two that its run was divided by)"""
+    top = ptx.i32(0)
+    for word in words:  # bits of magnitudes are in their order
+        text = "{ .reg .b32 t; and.b32 t, $1, 0x7fff7fff; max.u16x2 $0, t, $2; }"
+        top = ptx.asm_value(text, "=r,r,r", word, top, pure=True)
+    for distance in _distances(cfg):
+        text = f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $1, {distance}, 31, -1; max.u16x2 $0, t, $1; }}"
+        top = ptx.asm_value(text, "=r,r", top)
+    top = arith.maxui(arith.shli(top, ptx.i32(16)), arith.andi(top, ptx.i32(0x7FFF0000)))
+    factor, inverse = powers(top, TOP["float16"])
+    pair = lambda word: [arith.mulf(ptx.float_of_bf16(word, half), factor) for half in range(2)]
+    return [ptx.pack_16bit(*pair(word), "float16") for word in words], inverse
+
+
+def _sum_of_inputs(cfg: PackedProductConfig, words):
+    floats = [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+    while len(floats) > 1:
+        floats = [arith.addf(floats[i], floats[i + 1]) for i in range(0, len(floats), 2)]
+    total = floats[0]
+    for distance in _distances(cfg):
+        total = arith.addf(total, ptx.shuffle_xor(total, distance))
+    return total if cfg.has_zeros else arith.mulf(total, ptx.f32(-codes.offset(cfg.format)))
+
+
+def _store_number(cfg: PackedProductConfig, base, row, piece, is_used, number):
+    of_run = 4 * cfg.run
+    run, inside = arith.divui(piece, ptx.i32(of_run)), arith.remui(piece, ptx.i32(of_run))
+    to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(run, 4 * cfg.tile_rows), ptx.mul(row, 4))
+    first = arith.select(ptx.equal(inside, ptx.i32(0)), is_used, ptx.i32(0))
+    ptx.asm("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", to, number, first)
+
+
+def load(cfg: PackedProductConfig, base, rows, chunk) -> tuple[list, list]:
+    """([block][tile of 8 rows][4] words of x: the thread's 8 inputs of each block, [run][tile of 8 rows][2] numbers)
+
+    Numbers are those of the tokens 2 t and 2 t + 1.
+    """
+    at = ptx.mul(chunk, 2 * BLOCK * cfg.unroll)
+    text = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];"
+    one = lambda row, b: ptx.asm_values(text.format(2 * BLOCK * b), "=r,=r,=r,=r,r", 4, ptx.add(row, at))
+    xs = [[one(row, b) for row in rows] for b in range(cfg.unroll)]
+    if not cfg.has_numbers:
+        return xs, []
+    runs, t = cfg.unroll // cfg.run, ptx.lane_position()[1]
+    start = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(chunk, 4 * runs * cfg.tile_rows), ptx.mul(t, 8))
+    text = "ld.shared.v2.f32 {{$0, $1}}, [$2+{}];"
+    pair = lambda run, n: ptx.asm_values(text.format(4 * (run * cfg.tile_rows + 8 * n)), "=f,=f,r", 2, start)
+    return xs, [[pair(run, n) for n in range(len(rows))] for run in range(runs)]
