@@ -62,6 +62,10 @@ class Groups(NamedTuple):
     has_zero_points: bool = False
 
 
+Names = tuple[tuple[str | None, ...], ...]
+"""The names of the tensors of each module; None: absent."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Scheme:
     """How a folder stores each quantised Linear module."""
@@ -110,8 +114,9 @@ class Scheme:
         names = [[f"{module}.{end}" for end in self.needed + self.optional] for module in modules]
         for module, each in zip(modules, names, strict=True):
             missing = [name for name in each[: len(self.needed)] if name not in stored]
-            if missing and each[0] in stored and f"{module}.weight" not in stored:
-                raise ValueError(f"tensor {each[0]} is stored quantised, but {', '.join(missing)} is missing")
+            found = next((name for name in each if name in stored and name != f"{module}.weight"), None)
+            if missing and found is not None:
+                raise ValueError(f"tensor {found} is stored quantised, but {', '.join(missing)} is missing")
         is_stored = [all(name in stored for name in each[: len(self.needed)]) for each in names]
         if any(is_stored) and not all(is_stored):
             one, other = modules[is_stored.index(True)], modules[is_stored.index(False)]
@@ -124,23 +129,22 @@ class Scheme:
         names = self._names(source, stored)
         if names is None:
             return source
-        present = tuple(tuple(name in stored for name in each) for each in names)
-        found = tuple(name for each in names for name in each if name in stored)
+        present = tuple(tuple(name if name in stored else None for name in each) for each in names)
+        found = tuple(name for each in present for name in each if name is not None)
         make = self._plain_weight if isinstance(source.make, OfNumbers) else self._weight
         return TensorSource(found, functools.partial(make, source.make, present, dtype))
 
-    def _plain_weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> np.ndarray:
+    def _plain_weight(self, make: Callable, names: Names, dtype: Any, *tensors) -> np.ndarray:
         """The same dequantised, of one module."""
-        return make(np.asarray(plain(self._weight(unchanged, present, dtype, *tensors))))
+        return make(np.asarray(plain(self._weight(unchanged, names, dtype, *tensors))))
 
-    def _weight(self, make: Callable, present: tuple[tuple[bool, ...], ...], dtype: Any, *tensors) -> QuantisedArray:
+    def _weight(self, make: Callable, names: Names, dtype: Any, *tensors) -> QuantisedArray:
         """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""
         left = iter(tensors)
-        modules = [self.decode(*(next(left) if is_there else None for is_there in each)) for each in present]
+        of_module = lambda each: [None if name is None else next(left) for name in each]
+        modules = [self._decoded(each[0] if len(names) > 1 else None, of_module(each)) for each in names]
         axis = _inputs_axis(make)
         made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
-        for module in modules:
-            module.check(self.group_size)
         has_zeros = {module.zero_points is not None for module in modules}
         if len(has_zeros) > 1:
             raise ValueError("some of its modules have zero points, and some have none")
@@ -149,6 +153,17 @@ class Scheme:
             values=codes, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
             dtype=np.dtype(dtype),
         )  # fmt: skip
+
+    def _decoded(self, name: str | None, tensors: list[np.ndarray | None]) -> Decoded:
+        """A module of these tensors, which fit one another. name: of one, for errors; None: they need none."""
+        try:
+            decoded = self.decode(*tensors)
+            decoded.check(self.group_size)
+        except ValueError as error:
+            if name is None:
+                raise
+            raise ValueError(f"{name}: {error}") from error
+        return decoded
 
 
 def _inputs_axis(make: Callable) -> int:

@@ -376,7 +376,7 @@ REFUSED = {
     "awq gemv": (AWQ | dict(version="gemv"), "version='gemv'"),
     "gptq of 3 bits": (dict(quant_method="gptq", bits=3), "bits=3 is not supported; it must be 4 or 8"),
     "an unknown key": (AWQ | dict(rotate=True), "rotate=True"),
-    "fp4": (compressed("nvfp4-pack-quantized", 4, "float", "group", group_size=16), "format='nvfp4-pack-quan"),
+    "fp4": (compressed("mxfp4-pack-quantized", 4, "float", "group", group_size=32), "format='mxfp4-pack-quan"),
     "sparse": (
         compressed("pack-quantized", 4, "int", "channel") | dict(sparsity_config=dict(format="sparse-24-bitmask")),
         "sparsity_config",
@@ -392,14 +392,6 @@ def test_other_methods_are_refused_by_name(tmp_path, case):
         models.load(tmp_path)
     with pytest.raises(UnsupportedError, match=message):
         models.load_config(tmp_path)
-
-
-def test_quantised_activations_are_refused(tmp_path):
-    settings = compressed("int-quantized", 8, "int", "channel")
-    settings["config_groups"]["group_0"]["input_activations"] = dict(num_bits=8, type="int", dynamic=True)
-    tiny.write(tmp_path, CONFIG | dict(quantization_config=settings))
-    with pytest.raises(UnsupportedError, match=r"input_activations=.* activations are not quantised \(w8a8\)"):
-        models.load(tmp_path)
 
 
 def test_a_quantised_folder_is_not_quantised_again_and_an_adapter_is_refused(tmp_path):

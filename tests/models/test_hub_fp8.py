@@ -28,5 +28,5 @@ def test_fp8_with_one_scale_for_a_tensor(tmp_path, activations):
     settings = dict(quant_method="fp8", weight_block_size=None, activation_scheme=activations, dequantize=False)
     check(tmp_path / "fp8", settings, pack, "fp8")
     folder(tmp_path / "blocks", settings, functools.partial(fp8_pack, (32, 32)))
-    with pytest.raises(ValueError, match=r"scales \(\d+, \d+\) must be one number, as the config has no weight_block"):
+    with pytest.raises(ValueError, match=r"scales \(\d+, \d+\) must be one number, as the config has no blocks"):
         models.load(tmp_path / "blocks")

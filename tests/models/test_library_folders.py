@@ -15,17 +15,38 @@ from tests.models import test_hub_formats, witness
 pytest.importorskip("transformers")
 pytest.importorskip("compressed_tensors")
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
-SCHEMES = {  # bits, type, strategy, group, symmetric -> the format here
-    "w4a16": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True), "int4"),
-    "w4a16 with zero points": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False), "int4"),
-    "w4a16 by channel": (dict(num_bits=4, type="int", strategy="channel", symmetric=True), "int4"),
-    "w8a16": (dict(num_bits=8, type="int", strategy="channel", symmetric=True), "int8"),
-    "w8a16 with zero points": (dict(num_bits=8, type="int", strategy="group", group_size=32, symmetric=False), "int8"),
-    "fp8": (dict(num_bits=8, type="float", strategy="channel", symmetric=True), "fp8"),
+DYNAMIC = dict(num_bits=8, type="int", strategy="token", dynamic=True)
+STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False)
+FP4 = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+SCHEMES = {  # of weights and perhaps of activations -> the format here
+    "w4a16": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True), None, "int4"),
+    "w4a16 with zero points": (
+        dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False),
+        None,
+        "int4",
+    ),
+    "w4a16 by channel": (dict(num_bits=4, type="int", strategy="channel", symmetric=True), None, "int4"),
+    "w8a16": (dict(num_bits=8, type="int", strategy="channel", symmetric=True), None, "int8"),
+    "w8a16 with zero points": (
+        dict(num_bits=8, type="int", strategy="group", group_size=32, symmetric=False),
+        None,
+        "int8",
+    ),
+    "fp8": (dict(num_bits=8, type="float", strategy="channel", symmetric=True), None, "fp8"),
+    "w8a8": (dict(num_bits=8, type="int", strategy="channel", symmetric=True), DYNAMIC, "int8"),
+    "w8a8 of floats": (dict(num_bits=8, type="float", strategy="tensor", symmetric=True), STATIC, "fp8"),
+    "fp8 blocks": (
+        dict(num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
+        DYNAMIC | dict(type="float"),
+        "fp8",
+    ),
+    "w4a8": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True), DYNAMIC, "int8"),
+    "nvfp4": (FP4, FP4 | dict(dynamic="local"), "fp4"),
+    "nvfp4a16": (FP4, None, "fp4"),
 }
 
 
-def written(directory, weights):
+def written(directory, weights, activations):
     """The model as the library decompresses it, after it wrote it to a folder."""
     import torch
     from compressed_tensors.compressors import ModelCompressor
@@ -34,30 +55,65 @@ def written(directory, weights):
         QuantizationConfig,
         QuantizationScheme,
         apply_quantization_config,
+        disable_quantization,
     )
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = witness.Example(
         "llama", dict(hidden_size=64, intermediate_size=96, head_dim=16, num_key_value_heads=1)
     ).save(directory)
     args = QuantizationArgs(**weights)
-    scheme = QuantizationScheme(targets=["Linear"], weights=args)
-    apply_quantization_config(model, QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"]))
+    of_inputs = None if activations is None else QuantizationArgs(**activations)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=of_inputs)
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
-            of_group = module.weight.data.reshape(len(module.weight), -1, weights.get("group_size", module.in_features))
-            scale, zero = calculate_qparams(of_group.amin(-1), of_group.amax(-1), args)
+            of_group, whole = _grouped(module.weight.data, weights), None
+            if hasattr(module, "weight_global_scale"):
+                whole = generate_gparam(module.weight.data.min(), module.weight.data.max())
+                module.weight_global_scale.data.copy_(whole)
+            scale, zero = calculate_qparams(of_group.amin(-1), of_group.amax(-1), args, global_scale=whole)
             module.weight_scale.data.copy_(scale)
             if hasattr(module, "weight_zero_point"):
                 module.weight_zero_point.data.copy_(zero)
+            for name in ("input_scale", "input_global_scale"):
+                if hasattr(module, name):
+                    getattr(module, name).data.fill_(0.01)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
     stored = {name: x.contiguous() for name, x in copy.deepcopy(model).state_dict().items()}
     torch_save(directory, stored)
     compressor.update_config(directory)
     compressor.decompress_model(model)
+    model.float().apply(disable_quantization)  # of activations
+    if weights["type"] == "float" and weights["num_bits"] == 4:  # which the library rounds to bfloat16
+        for name, module in model.named_modules():
+            if f"{name}.weight_packed" in stored:
+                module.weight.data = nvfp4_of(stored, name, args)
     with torch.no_grad():
         return model(torch.tensor([IDS])).logits[0].float().numpy()
+
+
+def nvfp4_of(stored, name, args):
+    """The library's codes times its scales in float32."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    packed, scale, whole = (stored[f"{name}.{end}"] for end in ("weight_packed", "weight_scale", "weight_global_scale"))
+    codes = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1]).float()
+    return dequantize(codes, scale.float(), args=args, dtype=codes.dtype, global_scale=whole)
+
+
+def _grouped(weight, weights):
+    """A weight [out, in] with the elements that share a scale along the last axis."""
+    if weights["strategy"] == "tensor":
+        return weight.reshape(1, -1)
+    if weights["strategy"] != "block":
+        return weight.reshape(len(weight), -1, weights.get("group_size", weight.shape[1]))
+    rows, columns = weights["block_structure"]
+    blocks = weight.reshape(len(weight) // rows, rows, weight.shape[1] // columns, columns)
+    return blocks.swapaxes(1, 2).reshape(*blocks.shape[::2], -1)
 
 
 def torch_save(directory, tensors):
@@ -68,8 +124,8 @@ def torch_save(directory, tensors):
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_folder_of_the_library_loads_packed(tmp_path, name):
-    weights, format = SCHEMES[name]
-    wanted = written(tmp_path, weights)
+    weights, activations, format = SCHEMES[name]
+    wanted = written(tmp_path, weights, activations)
     assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"]
     config, params = models.load(tmp_path)
     kernel = params["layers"][0]["mlp"]["down"]["kernel"]

@@ -1,0 +1,186 @@
+"""Folders of compressed-tensors that ask for rounded activations."""
+
+import copy
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jattn import models
+from jattn.errors import UnsupportedError
+from jattn.models.checkpoint import Checkpoint
+from jattn.models.load import stored_weights
+from jattn.ops.quantised import QuantisedArray
+from tests.models.test_hub_formats import (
+    CONFIG,
+    MOE,
+    check,
+    compressed,
+    ct_packed,
+    folder,
+    moe_tensors,
+    save,
+)
+
+RNG = np.random.default_rng(2)
+DYNAMIC = dict(
+    num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True, group_size=None, block_structure=None,
+    observer="memoryless", observer_kwargs={}, actorder=None,
+)  # fmt: skip
+STATIC = DYNAMIC | dict(strategy="tensor", dynamic=False, observer="minmax")
+
+
+def settings_of(kind, strategy, activations, bits=8, layout=None, **more):
+    settings = compressed(layout or f"{kind}-quantized", bits, kind, strategy, **more)
+    group = settings["config_groups"]["group_0"]
+    group["input_activations"] = activations | dict(type=kind if activations["num_bits"] == 8 else "float")
+    return settings
+
+
+def rows(x, kind, scales):
+    """Codes, and the numbers of scales that broadcast over [out, in]."""
+    weight = np.round(x * 90).astype(np.int8) if kind == "int" else (x * 90).astype(ml_dtypes.float8_e4m3fn)
+    return weight, weight.astype(np.float64) * scales.astype(np.float64)
+
+
+@pytest.mark.parametrize("activations", ["dynamic", "static", "asymmetric"])
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_w8a8(tmp_path, kind, strategy, activations):
+    """Weights alone are used: activations are not rounded."""
+    others = {} if activations == "dynamic" else dict(input_scale=np.array([0.02], ml_dtypes.bfloat16))
+    if activations == "asymmetric":
+        others |= dict(input_zero_point=np.array([3], np.int8))
+
+    def pack(x):
+        shape = (1,) if strategy == "tensor" else (len(x), 1)
+        scales = RNG.uniform(0.005, 0.01, shape).astype(ml_dtypes.bfloat16)
+        weight, exact = rows(x, kind, scales)
+        return dict(weight=weight, weight_scale=scales) | others, exact
+
+    of_inputs = DYNAMIC if activations == "dynamic" else STATIC | dict(symmetric=activations == "static")
+    check(tmp_path / "w8a8", settings_of(kind, strategy, of_inputs), pack, "int8" if kind == "int" else "fp8")
+
+
+def blocks_pack(x, kind="float", blocks=(32, 48)):
+    shape = tuple(-(-n // b) for n, b in zip(x.shape, blocks, strict=True))
+    scales = RNG.uniform(0.005, 0.01, shape).astype(np.float32)
+    wide = np.repeat(np.repeat(scales, blocks[0], 0), blocks[1], 1)[: x.shape[0], : x.shape[1]]
+    weight, exact = rows(x, kind, wide)
+    return dict(weight=weight, weight_scale=scales), exact
+
+
+BY_128 = DYNAMIC | dict(strategy="group", group_size=128)
+
+
+@pytest.mark.parametrize("structure", [[32, 48], "32x48"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_blocks(tmp_path, kind, structure):
+    """Blocks that are cut at the ends of some tensors."""
+    settings = settings_of(kind, "block", BY_128, block_structure=structure)
+    pack = lambda x: blocks_pack(x, kind)
+    check(tmp_path / "blocks", settings, pack, "int8" if kind == "int" else "fp8")
+
+
+def test_experts_in_blocks(tmp_path):
+    settings = settings_of("float", "block", BY_128, block_structure=[32, 48])
+    check(tmp_path / "moe", settings, blocks_pack, "fp8", MOE, moe_tensors)
+
+
+@pytest.mark.parametrize("structure", [None, [32], "32", [0, 32], "axb", {"32": 32}])
+def test_blocks_without_sizes_are_refused(structure):
+    settings = settings_of("float", "block", BY_128, block_structure=structure)
+    with pytest.raises((UnsupportedError, ValueError), match="block_structure="):
+        models.config_of(CONFIG | dict(quantization_config=settings))
+
+
+def test_weights_of_4_bits_beside_activations_of_8(tmp_path):
+    """Packed in words, or one in a byte where activations are integers."""
+    settings = settings_of("int", "group", DYNAMIC, 4, "pack-quantized", group_size=32, symmetric=False)
+    check(tmp_path / "packed", settings, ct_packed, "int4")
+
+    def pack(x):
+        codes = RNG.integers(-8, 8, x.shape).astype(np.int8)
+        scales = RNG.uniform(0.05, 0.1, (len(x), 1)).astype(np.float32)
+        return dict(weight=codes, weight_scale=scales), codes * scales.astype(np.float64)
+
+    check(tmp_path / "bytes", settings_of("int", "channel", DYNAMIC, 4), pack, "int8")
+
+
+WRONG = {
+    "4 bits": (dict(num_bits=4), "float activations of 4 bits are not supported"),
+    "16 bits": (dict(num_bits=16), "activations of 16 bits"),
+    "another key": (dict(rotate=True), "rotate=True"),
+    "another type": (dict(type="complex"), "type='complex' must be one of int, float"),
+    "another strategy": (dict(strategy="row"), "strategy='row' must be one of"),
+    "another time": (dict(dynamic="global"), "dynamic='global'"),
+    "an order": (dict(actorder="group"), "actorder='group'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_settings_of_activations_are_checked(case):
+    change, message = WRONG[case]
+    settings = settings_of("float", "channel", DYNAMIC)
+    settings["config_groups"]["group_0"]["input_activations"] |= change
+    with pytest.raises((UnsupportedError, ValueError), match=f"group_0, input_activations.*{message}"):
+        models.config_of(CONFIG | dict(quantization_config=settings))
+
+
+def test_rounded_outputs_are_refused():
+    settings = settings_of("float", "channel", DYNAMIC)
+    settings["config_groups"]["group_0"]["output_activations"] = DYNAMIC
+    with pytest.raises(UnsupportedError, match="group_0: output_activations=.*is not supported"):
+        models.config_of(CONFIG | dict(quantization_config=settings))
+
+
+# ------------------------------------------------------------------ several groups
+def channel_pack(x):
+    scales = RNG.uniform(0.005, 0.01, (len(x), 1)).astype(np.float32)
+    weight, exact = rows(x, "float", scales)
+    return dict(weight=weight, weight_scale=scales), exact
+
+
+def groups_settings():
+    """One group for attention and one for the rest, which give activations different settings; and one without weights,
+    of attention itself. The format is told by group."""
+    settings = settings_of("float", "channel", DYNAMIC)
+    groups = settings["config_groups"]
+    groups["group_0"] |= dict(targets=["re:.*self_attn.*"], format="float-quantized")
+    groups["group_1"] = copy.deepcopy(groups["group_0"]) | dict(targets=["re:.*mlp.*"], input_activations=None)
+    groups["group_2"] = dict(targets=["LlamaAttention"], weights=None, input_activations=STATIC)
+    return settings | dict(format="mixed-precision", ignore=["lm_head", "re:.*gate$"])
+
+
+def test_groups_of_equal_weights(tmp_path):
+    check(tmp_path / "groups", groups_settings(), channel_pack, "fp8")
+
+
+def test_modules_that_are_ignored_are_read_as_they_are(tmp_path):
+    """Their tensors say so; the list is not needed."""
+    settings = settings_of("float", "channel", DYNAMIC) | dict(
+        ignore=["lm_head", r"re:model\.layers\.1\.mlp.*down_proj"]
+    )
+    folder(tmp_path / "ignored", settings, channel_pack)
+    checkpoint, module = Checkpoint(tmp_path / "ignored"), "model.layers.1.mlp.down_proj"
+    tensors = {name: checkpoint.read(name) for name in checkpoint.locations if not name.startswith(module)}
+    save(tmp_path / "ignored" / "model.safetensors", tensors | {f"{module}.weight": np.ones((64, 96), np.float32)})
+    _, params = models.load(tmp_path / "ignored")
+    first, second = (layer["mlp"]["down"]["kernel"] for layer in params["layers"])
+    assert isinstance(first, QuantisedArray) and (np.asarray(second) == 1).all()
+    assert not isinstance(stored_weights(tmp_path / "ignored")["layers.1.mlp.down.kernel"], QuantisedArray)
+
+
+@pytest.mark.parametrize("change", [dict(num_bits=4), dict(strategy="tensor"), dict(symmetric=False)])
+def test_groups_of_different_weights_are_refused(change):
+    settings = groups_settings()
+    settings["config_groups"]["group_1"]["weights"] |= change
+    with pytest.raises(UnsupportedError, match="config_groups 'group_0, group_1' have weights with different settings"):
+        models.config_of(CONFIG | dict(quantization_config=settings))
+
+
+@pytest.mark.parametrize("groups", [{}, None, [], {"W8A8": ["Linear"]}, {"group_0": dict(targets=["Linear"])}])
+def test_groups_that_quantise_nothing_are_refused(groups):
+    settings = settings_of("float", "channel", DYNAMIC) | dict(config_groups=groups)
+    with pytest.raises(UnsupportedError, match="config_groups=|must have weights or input_activations"):
+        models.config_of(CONFIG | dict(quantization_config=settings))
