@@ -143,6 +143,7 @@ class Engine:
         than its part, and the host holds at most one weight of each thread besides.
         """
         from jattn import models
+        from jattn.models.load import check_cache_quant
 
         device.check_context(PLACES)
         construction.check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel))
@@ -152,6 +153,7 @@ class Engine:
         )  # fmt: skip
         config, sharding = models.load_config(directory), None
         construction.check_decoder_only(config)
+        check_cache_quant(directory, options.get("cache_quant"))
         if mesh is not None:
             sharding = construction.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
             sharding = sharding.weight_sharding(config)

@@ -43,8 +43,7 @@ def compressed_tensors(c: ConfigReader) -> Scheme | None:
         # "dense": zeros are stored like any other number.
         if c.get(key) and not (key == "sparsity_config" and c.section(key).get("format") == "dense"):
             raise UnsupportedError(f"{c.where}: {key}={short(c.get(key))} is not supported")
-    c.only("kv_cache_scheme")
-    c.ignore("ignore", "version", "global_compression_ratio")
+    c.ignore("ignore", "version", "global_compression_ratio", "kv_cache_scheme")
     weights = next(iter(found.values()), None)
     if any(other != weights for other in found.values()):
         raise UnsupportedError(

@@ -2,7 +2,8 @@
 
 Activations are not quantised: products use the dequantised weights. Folders may ask for activations of 8 bits, or of
 4-bit floats beside weights in NVFP4, and hold scales for them. They are taken, and activations stay as they are, which
-is closer to the model that was quantised.
+is closer to the model that was quantised. Scales of cached keys and values are not used either: the engine chooses the
+dtype of the cache, and computes the scales of an 8-bit one as it writes.
 """
 
 import functools
@@ -69,7 +70,7 @@ def fp8(c: ConfigReader) -> Scheme:
         )
     c.only("fmt", "e4m3", "float8_e4m3fn")
     c.only("activation_scheme", "dynamic", "static")
-    c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize")
+    c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize", "kv_cache_scheme")
     decode = of_tensor if blocks is None else functools.partial(of_blocks, False, blocks[0], blocks[1])
     groups = one_group if blocks is None else functools.partial(groups_of_blocks, blocks[1])
     others = ("activation_scale", "input_scale")

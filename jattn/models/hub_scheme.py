@@ -18,6 +18,13 @@ from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, plain
 SCALES = ("float16", "bfloat16", "float32")
 """Dtypes of scales."""
 
+CACHE_SCALES = (
+    ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point",
+    ".q_proj.output_scale", ".k_proj.output_scale", ".v_proj.output_scale", ".prob_output_scale", ".k_proj.k_bias",
+    ".v_proj.v_bias",
+)  # fmt: skip
+"""Endings of tensors for queries, keys, values and probabilities in few bits. They are not read."""
+
 WHOLE = -1
 """The group size of a config whose groups are all inputs of an output."""
 

@@ -21,7 +21,7 @@ from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
 from jattn.models.hub_formats import scheme_of
-from jattn.models.hub_scheme import Scheme
+from jattn.models.hub_scheme import CACHE_SCALES, Scheme
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
@@ -71,6 +71,8 @@ def load(
     table, unused = family.tensors(config), _unused(family, config)
     if scheme is None and method is None:
         _refuse_codes(checkpoint)
+    if method is not None:
+        unused = _unused_or_in(unused, _cache_scales(checkpoint))
     if head:
         _check_copies(checkpoint, table, family)
     if scheme is not None:
@@ -128,6 +130,21 @@ def _checkpoint(folder: Path, config: ModelConfig, family: Family) -> Checkpoint
     checkpoint = Checkpoint(folder, family.prefix, family.renames)
     _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
     return checkpoint
+
+
+def check_cache_quant(directory: str | Path, quant: str | None) -> None:
+    """UnsupportedError if a cache with one scale for many tokens should use the folder's scales, which are not read."""
+    if quant not in ("per_tensor", "per_head"):
+        return
+    if found := min(_cache_scales(Checkpoint(_folder_of(directory))), default=None):
+        raise UnsupportedError(
+            f"cache_quant={quant!r}: the folder's scales of keys and values ({tensor_text(found)}) are not used, and 1 "
+            "would take their place; leave cache_quant out, with which the scales are computed as the cache is written"
+        )
+
+
+def _cache_scales(checkpoint: Checkpoint) -> frozenset[str]:
+    return frozenset(name for name in checkpoint.locations if name.endswith(CACHE_SCALES))
 
 
 def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> frozenset[str]:

@@ -84,6 +84,12 @@ def check(path, quantization, pack, format, config=CONFIG, tensors=tiny.tensors)
     return params
 
 
+def engine_of(path, **options):
+    (path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    sizes = dict(num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
+    return jattn.Engine.from_pretrained(path, **sizes | options)
+
+
 def words(codes: np.ndarray, order=range(8), bits=4) -> np.ndarray:
     """Codes along the last axis -> int32, the code order[i] of each word at bit `bits` * i."""
     per = 32 // bits

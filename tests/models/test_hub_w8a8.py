@@ -1,4 +1,4 @@
-"""Folders of compressed-tensors that ask for rounded activations."""
+"""Folders of compressed-tensors that ask for rounded activations, and with scales of cached keys and values."""
 
 import copy
 
@@ -11,12 +11,15 @@ from jattn.errors import UnsupportedError
 from jattn.models.checkpoint import Checkpoint
 from jattn.models.load import stored_weights
 from jattn.ops.quantised import QuantisedArray
+from tests.models import tiny
 from tests.models.test_hub_formats import (
     CONFIG,
+    IDS,
     MOE,
     check,
     compressed,
     ct_packed,
+    engine_of,
     folder,
     moe_tensors,
     save,
@@ -184,3 +187,47 @@ def test_groups_that_quantise_nothing_are_refused(groups):
     settings = settings_of("float", "channel", DYNAMIC) | dict(config_groups=groups)
     with pytest.raises(UnsupportedError, match="config_groups=|must have weights or input_activations"):
         models.config_of(CONFIG | dict(quantization_config=settings))
+
+
+# ------------------------------------------------------------------ scales of the cache
+CACHE = dict(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
+NAMES = {
+    "compressed-tensors": ("self_attn.k_scale", "self_attn.v_scale", "self_attn.q_scale", "self_attn.k_zero_point"),
+    "ModelOpt": ("self_attn.k_proj.k_scale", "self_attn.v_proj.v_scale", "self_attn.k_proj.k_bias"),
+    "older": ("self_attn.k_proj.output_scale", "self_attn.v_proj.output_scale", "self_attn.kv_scale"),
+}
+
+
+def with_cache_scales(path, names):
+    """A w8a8 folder with such tensors in each layer, and the params of its dequantised weights."""
+    settings = settings_of("float", "channel", DYNAMIC) | dict(kv_cache_scheme=CACHE)
+    plain_config, plain = folder(path, settings, channel_pack)
+    checkpoint = Checkpoint(path)
+    made = {f"model.layers.{i}.{name}": np.float32([0.07]) for i in range(2) for name in names}
+    save(path / "model.safetensors", {name: checkpoint.read(name) for name in checkpoint.locations} | made)
+    return plain_config, plain
+
+
+@pytest.mark.parametrize("names", NAMES)
+def test_scales_of_the_cache_are_left_out(tmp_path, names):
+    """The engine computes those of an 8-bit cache, and a bfloat16 one needs none."""
+    plain_config, plain = with_cache_scales(tmp_path / "cache", NAMES[names])
+    config, params = models.load(tmp_path / "cache")
+    wanted = models.prompt_logits(plain_config, plain, IDS)
+    assert np.abs(models.prompt_logits(config, params, IDS) - wanted).max() < 1e-3 * np.std(wanted)
+    assert "layers.0.attn.q.kernel" in stored_weights(tmp_path / "cache")
+
+
+def test_a_cache_that_would_need_the_folders_scales_is_refused(tmp_path):
+    with_cache_scales(tmp_path / "cache", ["self_attn.k_scale", "self_attn.v_scale"])
+    with pytest.raises(
+        UnsupportedError, match=r"cache_quant='per_tensor': .*self_attn\.k_scale.*leave cache_quant out"
+    ):
+        engine_of(tmp_path / "cache", cache_dtype="float8_e4m3fn", cache_quant="per_tensor")
+    engine_of(tmp_path / "cache", cache_dtype="float8_e4m3fn")
+
+
+def test_scales_of_the_cache_without_quantised_weights_are_unknown(tmp_path):
+    tiny.write(tmp_path, CONFIG, tiny.tensors(CONFIG) | {"model.layers.0.self_attn.k_scale": np.float32([1])})
+    with pytest.raises(ValueError, match=r"self_attn\.k_scale' is not used by this model"):
+        models.load(tmp_path)

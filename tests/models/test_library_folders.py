@@ -65,7 +65,8 @@ def written(directory, weights, activations):
     args = QuantizationArgs(**weights)
     of_inputs = None if activations is None else QuantizationArgs(**activations)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, input_activations=of_inputs)
-    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"])
+    cache = QuantizationArgs(num_bits=8, type="float") if of_inputs is not None else None
+    config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], kv_cache_scheme=cache)
     apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
