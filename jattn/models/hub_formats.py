@@ -22,46 +22,52 @@ from jattn.models.hub_codes import (
     groups_of_blocks,
     nibbles,
     of_blocks,
+    of_outputs,
     of_tensor,
     one_group,
     unpacked,
 )
 from jattn.models.hub_compressed_tensors import compressed_tensors
+from jattn.models.hub_modelopt import SETTINGS, modelopt
 from jattn.models.hub_scheme import Decoded, Groups, Scheme, check_groups
 from jattn.models.hub_settings import USE_FLOATS, group_size
 from jattn.ops.quantised import PACKED, PLACES, in_places
 
 
+def method_of(values: dict[str, Any]) -> Any:
+    """The quant_method of a config.json's quantization_config; None if it has none. Early ModelOpt wrote its own name
+    alone."""
+    given = values.get("quantization_config")
+    if not isinstance(given, dict):
+        return None
+    producer = given.get("producer")
+    is_modelopt = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    return given.get("quant_method") or ("modelopt" if is_modelopt else None)
+
+
 def scheme_of(values: dict[str, Any], where: str) -> Scheme | None:
-    """The Scheme of a config.json's quantization_config; None if it has none. UnsupportedError for unknown methods."""
+    """The Scheme of a config.json's quantization_config; None if weights are floats. UnsupportedError for unknown
+    methods."""
     if not (given := values.get("quantization_config") or {}) and not values.get("quantization"):  # MLX's name
         return None
-    c = ConfigReader(given if isinstance(given, dict) else {}, f"{where}, quantization_config")
-    method = c.get("quant_method")
+    given = given if isinstance(given, dict) else {}
+    c = ConfigReader(given, f"{where}, {'quantization_config' if 'quantization' not in given else SETTINGS}")
+    c.ignore("quant_method")
+    method = method_of(values)
     if not isinstance(method, str) or method not in METHODS:
+        maker = " (the folder is for MLX)" if method is None and "quantization" in values else ""
         raise UnsupportedError(
-            f"{c.where}: quant_method={short(method)} is not supported{_maker(values)}; known: {', '.join(METHODS)}; "
-            f"use one of these, {USE_FLOATS}"
+            f"{c.where}: quant_method={short(method)} is not supported{maker}; known: {', '.join(METHODS)}; use one of "
+            f"these, {USE_FLOATS}"
         )
     scheme = METHODS[method](c)
     c.refuse_unread()
     return scheme
 
 
-def _maker(values: dict[str, Any]) -> str:
-    """The program that wrote a quantization_config without quant_method, where it is known."""
-    given = values.get("quantization_config") or {}
-    if not isinstance(given, dict) or "quant_method" in given:
-        return ""
-    if "quantization" in values:
-        return " (the folder is for MLX)"
-    producer = given.get("producer")
-    return f" (the folder is of {short(producer.get('name'))})" if isinstance(producer, dict) else ""
-
-
 def fp8(c: ConfigReader) -> Scheme:
     """e4m3 with a scale for each block of weight_block_size (outputs, inputs), as DeepSeek and Qwen, or with one for a
-    whole tensor, as Mistral does. The scales of activations ("static") are not needed."""
+    whole tensor, as Mistral and, by another name, AutoFP8. The scales of activations ("static") are not needed."""
     blocks = c.counts("weight_block_size", 2**16)
     if blocks is not None and (len(blocks) != 2 or 0 in blocks):
         raise UnsupportedError(
@@ -74,7 +80,16 @@ def fp8(c: ConfigReader) -> Scheme:
     decode = of_tensor if blocks is None else functools.partial(of_blocks, False, blocks[0], blocks[1])
     groups = one_group if blocks is None else functools.partial(groups_of_blocks, blocks[1])
     others = ("activation_scale", "input_scale")
-    return Scheme("fp8", ("weight", "weight_scale_inv"), decode, groups, others)
+    return Scheme(
+        "fp8", ("weight", "weight_scale_inv"), decode, groups, others, renamed=(("weight_scale_inv", "weight_scale"),)
+    )
+
+
+def fbgemm_fp8(c: ConfigReader) -> Scheme:
+    """e4m3 with a scale for each output, as Meta's Llama 3.1. The upper bound of activations is not needed."""
+    c.number("activation_scale_ub", None, above=0)
+    c.ignore("modules_to_not_convert")
+    return Scheme("fp8", ("weight", "weight_scale"), of_outputs, one_group, ("input_scale_ub",))
 
 
 def awq(c: ConfigReader) -> Scheme:
@@ -189,6 +204,8 @@ def _gptq_zeros(bits: int, offset: int, qzeros: np.ndarray, shape: tuple[int, ..
 
 METHODS: dict[str, Callable[[ConfigReader], Scheme | None]] = {
     "fp8": fp8,
+    "fbgemm_fp8": fbgemm_fp8,
+    "modelopt": modelopt,
     "compressed-tensors": compressed_tensors,
     "awq": awq,
     "gptq": gptq,

@@ -84,6 +84,7 @@ class Scheme:
     optional: tuple[str, ...] = ()  # endings of tensors that a module may lack
     ignored_if_zero: tuple[str, ...] = ()  # endings of tensors that may be stored, but only with zeros
     group_size: int | None = None  # inputs of a group, as the config says; None: it does not
+    renamed: tuple[tuple[str, str], ...] = ()  # (a needed ending, its name in other folders)
 
     def sources(self, table: dict[str, TensorSource], stored: Container[str], dtype: Any) -> dict[str, TensorSource]:
         """The table, with the sources of weights that the folder has in this form replaced."""
@@ -118,7 +119,7 @@ class Scheme:
     def _names(self, source: TensorSource, stored: Container[str]) -> list[list[str]] | None:
         """The names of the tensors of each module of a weight; None if the folder has it in another form."""
         modules = [name.removesuffix(".weight") for name in source.names if name.endswith(".weight")]
-        names = [[f"{module}.{end}" for end in self.needed + self.optional] for module in modules]
+        names = [[self._name(module, end, stored) for end in self.needed + self.optional] for module in modules]
         for module, each in zip(modules, names, strict=True):
             missing = [name for name in each[: len(self.needed)] if name not in stored]
             found = next((name for name in each if name in stored and name != f"{module}.weight"), None)
@@ -131,6 +132,11 @@ class Scheme:
                 f"{one} is stored quantised and {other} is not: modules that are one weight here must be alike"
             )
         return names if all(is_stored) and len(modules) == len(source.names) else None
+
+    def _name(self, module: str, end: str, stored: Container[str]) -> str:
+        """The name of a module's tensor."""
+        others = (f"{module}.{other}" for usual, other in self.renamed if usual == end)
+        return next((name for name in (f"{module}.{end}", *others) if name in stored), f"{module}.{end}")
 
     def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
         names = self._names(source, stored)

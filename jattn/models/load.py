@@ -20,7 +20,8 @@ from jattn.models.config_reader import ConfigReader
 from jattn.models.families import FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
-from jattn.models.hub_formats import scheme_of
+from jattn.models.hub_formats import method_of, scheme_of
+from jattn.models.hub_modelopt import SETTINGS
 from jattn.models.hub_scheme import CACHE_SCALES, Scheme
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
@@ -64,8 +65,8 @@ def load(
     folder = _folder_of(directory)
     config, family, values = _config_and_family(folder)
     values = _with_quantization_of_text(values)
-    method, scheme = (values.get("quantization_config") or {}).get("quant_method"), _scheme_of(values, family, folder)
-    if method is not None and quantization is not None:
+    method, scheme = method_of(values), _scheme_of(values, family, folder)
+    if _method_of_weights(values, family, scheme) is not None and quantization is not None:
         raise UnsupportedError(f"{folder}: its weights are quantised ({method}) already; leave quantization out")
     checkpoint = _checkpoint(folder, config, family)
     table, unused = family.tensors(config), _unused(family, config)
@@ -121,8 +122,14 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
 
 def _scheme_of(values: dict[str, Any], family: Family, folder: Path) -> Scheme | None:
     """The scheme of a folder; None if its weights are floats, or if the family's table reads its method."""
-    method = (values.get("quantization_config") or {}).get("quant_method")
+    method = method_of(values)
     return None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
+
+
+def _method_of_weights(values: dict[str, Any], family: Family, scheme: Scheme | None) -> str | None:
+    """The quant_method, but None if it quantises the cache or activations alone."""
+    method = method_of(values)
+    return method if scheme is not None or method in family.quant_methods else None
 
 
 def _checkpoint(folder: Path, config: ModelConfig, family: Family) -> Checkpoint:
@@ -179,9 +186,9 @@ def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
     No weights are needed.
     """
     folder = _folder_of(directory)
-    _, _, values = _config_and_family(folder)
-    method = (_with_quantization_of_text(values).get("quantization_config") or {}).get("quant_method")
-    return _stored_dtype(values, folder), method
+    _, family, values = _config_and_family(folder)
+    values = _with_quantization_of_text(values)
+    return _stored_dtype(values, folder), _method_of_weights(values, family, _scheme_of(values, family, folder))
 
 
 def _stored_dtype(values: dict[str, Any], folder: Path) -> str:
@@ -266,7 +273,9 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family, dict[str, Any
     path, generation = folder / "config.json", folder / "generation_config.json"
     if not is_there(path):
         raise FileNotFoundError(f"{path} is missing: a model folder has config.json and *.safetensors")
-    values = read_json(path)
+    values, settings = read_json(path), folder / SETTINGS
+    if is_there(settings) and not _with_quantization_of_text(values).get("quantization_config"):
+        values |= dict(quantization_config=read_json(settings) | dict(quant_method="modelopt"))
     if is_there(generation):  # chat models list more end tokens there
         more = _end_ids(generation, read_json(generation))
         ends = list(dict.fromkeys(_end_ids(path, values) + more))

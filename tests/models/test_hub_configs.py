@@ -312,8 +312,11 @@ def test_settings_of_the_making_of_quantised_weights_are_taken(name):
     [
         (dict(quantization=dict(group_size=64, bits=4)), "for MLX"),
         (dict(quantization=dict(bits=4), quantization_config=dict(group_size=64, bits=4)), "for MLX"),
-        (dict(quantization_config=dict(quant_algo="FP8", producer=dict(name="modelopt"))), "of 'modelopt'"),
-        (dict(quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)), "bitsandbytes"),
+        (dict(quantization_config=dict(quant_algo="INT4_AWQ", producer=dict(name="modelopt"))), "INT4_AWQ"),
+        *(
+            (dict(quantization_config=dict(quant_method=name, bits=4)), f"quant_method='{name}' is not supported")
+            for name in ("bitsandbytes", "hqq", "torchao", "exl2", "aqlm", "quip", "quark", "vptq")
+        ),
         (
             dict(quantization_config=PACKED | dict(config_groups=dict(g=dict(weights=GROUP | dict(actorder="group"))))),
             "actorder",

@@ -376,7 +376,6 @@ def test_gguf_is_refused_by_its_name(tmp_path, name):
 
 REFUSED = {
     "bitsandbytes": (dict(quant_method="bitsandbytes", load_in_4bit=True), "quant_method='bitsandbytes' is not supp"),
-    "nvfp4": (dict(quant_method="modelopt", quant_algo="NVFP4"), "quant_method='modelopt' is not supported; known:"),
     "no method": (dict(bits=4), "quant_method=None is not supported"),
     "fp8 of one block": (dict(quant_method="fp8", weight_block_size=[8]), r"weight_block_size=\[8\] must be"),
     "awq gemv": (AWQ | dict(version="gemv"), "version='gemv'"),

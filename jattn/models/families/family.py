@@ -6,7 +6,7 @@ from typing import Any
 
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import MAX_COUNT, ConfigReader
-from jattn.models.hub_formats import scheme_of
+from jattn.models.hub_formats import method_of, scheme_of
 from jattn.models.tensor_names import TensorSource
 
 
@@ -31,7 +31,8 @@ class Family:
     def read(self, reader: ConfigReader) -> ModelConfig:
         """The ModelConfig; an unknown key or a wrong value is an error that names it."""
         c = ConfigReader(reader.given, reader.where, self.defaults, self.aliases)
-        method = c.section("quantization_config").given.get("quant_method")
+        c.section("quantization_config")  # an object, if it is there
+        method = method_of(c.values)
         if not isinstance(method, str) or method not in self.quant_methods:
             scheme_of(c.values, c.where)  # raises for an unknown method
         try:
