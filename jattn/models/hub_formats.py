@@ -206,6 +206,7 @@ METHODS: dict[str, Callable[[ConfigReader], Scheme | None]] = {
     "fp8": fp8,
     "fbgemm_fp8": fbgemm_fp8,
     "modelopt": modelopt,
+    "modelopt_fp4": modelopt,  # vLLM's and SGLang's name of NVFP4
     "compressed-tensors": compressed_tensors,
     "awq": awq,
     "gptq": gptq,

@@ -118,6 +118,18 @@ def test_the_settings_of_modelopt_may_be_in_a_file_of_their_own(tmp_path):
         models.load_config(tmp_path / "old")
 
 
+def test_a_wrapper_may_have_modelopts_file(tmp_path):
+    config = CONFIG | dict(model_type="mistral", sliding_window=None)
+    folder(tmp_path / "old", MODELOPT | dict(quant_method="modelopt_fp4"), modelopt_pack, config)
+    _, inside = models.load(tmp_path / "old")
+    wrapped = dict(model_type="mistral3", tie_word_embeddings=False, text_config=config, quantization_config=None)
+    (tmp_path / "old" / "config.json").write_text(json.dumps(wrapped))
+    move_settings(tmp_path / "old")
+    _, params = models.load(tmp_path / "old")
+    first, second = (some["layers"][0]["attn"]["q"]["kernel"] for some in (params, inside))
+    np.testing.assert_array_equal(first.dequantise(), second.dequantise())
+
+
 @pytest.mark.parametrize("activations", [4, 16])
 @pytest.mark.parametrize("strategy", ["tensor_group", "group"])
 def test_nvfp4_of_compressed_tensors(tmp_path, activations, strategy):
