@@ -96,12 +96,9 @@ def _weights(g: ConfigReader, layout: Any) -> Weights | None:
 def _blocks(w: ConfigReader) -> tuple[int, ...]:
     """The key block_structure: outputs and inputs of a block, as [128, 128] or "128x128"."""
     given = w.get("block_structure")
-    found = given.split("x") if isinstance(given, str) else given
-    try:
-        sizes = tuple(int(size) for size in found)
-    except (TypeError, ValueError):
-        sizes = ()
-    if len(sizes) != 2 or not all(0 < size <= 2**16 for size in sizes):
+    found = [int(x) if x.isdecimal() else x for x in given.split("x")] if isinstance(given, str) else given
+    sizes = tuple(x for x in found if type(x) is int and 0 < x <= 2**16) if isinstance(found, list) else ()
+    if len(sizes) != 2 or len(found) != 2:
         raise UnsupportedError(f"{w.where}: block_structure={short(given)} must be [outputs, inputs] of a block")
     return sizes
 

@@ -90,7 +90,7 @@ def test_experts_in_blocks(tmp_path):
     check(tmp_path / "moe", settings, blocks_pack, "fp8", MOE, moe_tensors)
 
 
-@pytest.mark.parametrize("structure", [None, [32], "32", [0, 32], "axb", {"32": 32}])
+@pytest.mark.parametrize("structure", [None, [32], "32", [0, 32], "axb", {"32": 32}, [32.5, 48], [True, 48], 32])
 def test_blocks_without_sizes_are_refused(structure):
     settings = settings_of("float", "block", BY_128, block_structure=structure)
     with pytest.raises((UnsupportedError, ValueError), match="block_structure="):
