@@ -35,7 +35,8 @@ class Fragment:
 
 def _like(b, a):
     """Words as those of a: with a sign or without."""
-    return np.asarray(b).view(a.dtype) if b.dtype.itemsize == a.dtype.itemsize else b
+    a, b = np.asarray(a), np.asarray(b)
+    return b.view(a.dtype) if b.dtype.itemsize == a.dtype.itemsize else b
 
 
 class Arith:
