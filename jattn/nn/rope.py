@@ -48,5 +48,5 @@ class Rope:
         if lengths is not None and lengths.shape != positions.shape:
             raise ValueError(f"lengths.shape={lengths.shape} must be that of positions, {positions.shape}")
         angle = self.scaling.angles(self.dim, self.theta, positions, lengths)
-        factor = self.scaling.attention_factor
+        factor = self.scaling.magnitudes(lengths)
         return Angles(cos=jnp.cos(angle) * factor, sin=jnp.sin(angle) * factor, interleaved=self.interleaved)

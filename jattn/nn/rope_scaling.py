@@ -42,6 +42,10 @@ class RopeScaling:
         """Multiplies cos and sin, so it multiplies attention logits by its square."""
         return 1.0
 
+    def magnitudes(self, lengths: jax.Array | None) -> "float | jax.Array":
+        """What multiplies cos and sin: `attention_factor`, or f32[T, 1] if it depends on the final lengths i32[T]."""
+        return self.attention_factor
+
     def variant(self, length: int) -> int:
         """Final lengths with equal variants give equal angles, so such requests can share cached keys."""
         return 0
@@ -206,16 +210,20 @@ def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRopeScaling(RopeScaling):
-    """One divisor per frequency: `short` for requests up to the trained length, `long` for longer ones."""
+    """One divisor per frequency: `short` for requests up to the trained length, `long` for longer ones.
+
+    cos and sin are multiplied by `magnitude`, or by `long_magnitude` for longer requests.
+    """
 
     short: tuple[float, ...]
     long: tuple[float, ...]
     trained_length: int
     magnitude: float = 1.0
+    long_magnitude: float | None = None  # None: magnitude
 
     def __post_init__(self):
         divisors = dict.fromkeys(("short", "long"), sequence_of(_factor))
-        check_fields(self, **divisors, trained_length=_length, magnitude=_factor)
+        check_fields(self, **divisors, trained_length=_length, magnitude=_factor, long_magnitude=optional(_factor))
 
     @property
     def needs_lengths(self) -> bool:
@@ -224,6 +232,12 @@ class LongRopeScaling(RopeScaling):
     @property
     def attention_factor(self) -> float:
         return self.magnitude
+
+    def magnitudes(self, lengths):
+        if self.long_magnitude is None or self.long_magnitude == self.magnitude:
+            return self.magnitude
+        is_long = jnp.asarray(lengths) > self.trained_length
+        return jnp.where(is_long, jnp.float32(self.long_magnitude), jnp.float32(self.magnitude))[:, None]
 
     def variant(self, length):
         return int(length > self.trained_length)

@@ -144,8 +144,9 @@ HARMLESS_IN = {  # of published models -> a value that would ask for something e
     "LLaVA's Vicuna": ("llama", dict(tokenizer_model_max_length=4096, tokenizer_padding_side="right"), {}),
     "another dropout": ("olmoe", dict(residual_dropout=0.1, mlp_dropout=0.0, router_z_loss_coef=0.001), {}),
     "ALLaM": ("llama", dict(internal_version="7b-alpha-v2.33.0.30"), {}),
-    "Llama with causal attention": ("llama", dict(is_causal=True), dict(is_causal=False)),
-    "gte-Qwen2": ("qwen2", dict(is_causal=True), dict(is_causal=False)),
+    "Llama with causal attention": ("llama", dict(is_causal=True), {}),
+    "GPT-Neo with causal attention": ("gpt_neo", dict(is_causal=True), dict(is_causal=False)),
+    "gte-Qwen2": ("qwen2", dict(is_causal=True), dict(is_causal=0)),
     "CodeQwen 1.5": (
         "qwen2", dict(rotary_emb_base=1000000, seq_length=65536, use_flash_attn=True), dict(rotary_emb_base=10000)
     ),
@@ -250,13 +251,24 @@ def test_rope_scaling_with_more_keys_than_its_type_has(scaling, same):
     assert models.config_of(values | dict(rope_scaling=scaling)) == models.config_of(values | dict(rope_scaling=same))
 
 
-def test_phi_3_5_moe_is_refused_for_its_magnitudes():
+def test_phi_3_5_moe_has_a_magnitude_for_short_and_one_for_long_requests():
     scaling = dict(
-        long_factor=[2.0] * 64, short_factor=[1.0] * 64, type="longrope", long_mscale=1.24, short_mscale=1.24,
+        long_factor=[2.0] * 64, short_factor=[1.0] * 64, type="longrope", long_mscale=1.5, short_mscale=1.25,
         original_max_position_embeddings=4096,
     )  # fmt: skip
-    with pytest.raises(ValueError, match="magnitudes depend on the length"):
-        models.config_of(PUBLISHED["phimoe"] | dict(rope_scaling=scaling))
+    read = lambda **more: models.config_of(
+        PUBLISHED["phimoe"] | dict(max_position_embeddings=131072, rope_scaling=scaling | more)
+    )
+    config = read()
+    found = config.layers[0].rope.scaling
+    assert (found.magnitude, found.long_magnitude, found.trained_length) == (1.25, 1.5, 4096)
+    assert config.rope_variant(4096) != config.rope_variant(4097) and config.max_positions == 131072
+    with pytest.raises(ValueError, match="has no 'long_mscale'"):
+        read(long_mscale=None)
+    with pytest.raises(ValueError, match="short_mscale=0 must be"):
+        read(short_mscale=0)
+    with pytest.raises(UnsupportedError, match="attention_factor"):
+        read(attention_factor=1.5)
 
 
 def test_a_config_without_model_type_says_so():

@@ -1,5 +1,7 @@
 """Rotary embeddings: rotation against its definition by complex numbers, each scaling against its formula."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,6 +94,9 @@ def test_longrope_takes_the_long_divisors_past_the_trained_length():
     np.testing.assert_allclose(long, BASE / [4, 5, 6], rtol=1e-6)
     turned = Rope(dim=DIM, theta=THETA, scaling=scaling).angles(jnp.zeros(2, jnp.int32), jnp.asarray([8, 9]))
     np.testing.assert_allclose(turned.cos, 1.5)  # the magnitude warms q and k alike
+    two = dataclasses.replace(scaling, long_magnitude=2.5)
+    turned = Rope(dim=DIM, theta=THETA, scaling=two).angles(jnp.zeros(2, jnp.int32), jnp.asarray([8, 9]))
+    np.testing.assert_allclose(turned.cos, [[1.5] * 3, [2.5] * 3])
 
 
 @pytest.mark.parametrize(
@@ -113,9 +118,12 @@ NUMBERS = {
     DynamicNTKRopeScaling: dict(factor=2.0, trained_length=8),
     Llama3RopeScaling: dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, trained_length=64),
     YarnRopeScaling: dict(factor=4.0, trained_length=64, beta_fast=32.0, beta_slow=1.0, magnitude=1.0),
-    LongRopeScaling: dict(short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5),
+    LongRopeScaling: dict(
+        short=(1.0, 2.0, 3.0), long=(4.0, 5.0, 6.0), trained_length=8, magnitude=1.5, long_magnitude=2.0
+    ),
     Rope: dict(dim=DIM, theta=THETA),
 }
+OPTIONAL = ((YarnRopeScaling, "magnitude"), (LongRopeScaling, "long_magnitude"))
 BAD_NUMBERS = (0.0, -1.0, 1e-320, 1e-30, 1e30, np.nan, np.inf, "2", None, True)
 
 
@@ -123,8 +131,8 @@ BAD_NUMBERS = (0.0, -1.0, 1e-320, 1e-30, 1e30, np.nan, np.inf, "2", None, True)
 def test_a_number_that_no_frequency_can_be_made_of_is_refused_where_it_is_given(kind, field):
     kind(**NUMBERS[kind])
     for bad in BAD_NUMBERS:
-        if (field, bad) == ("magnitude", None) and kind is YarnRopeScaling:
-            continue  # its default
+        if bad is None and (kind, field) in OPTIONAL:
+            continue
         value = (1.0, bad, 3.0) if field in ("short", "long") else bad
         with pytest.raises(ValueError, match=field):
             kind(**NUMBERS[kind] | {field: value})

@@ -1,5 +1,6 @@
 """Families with a mixture of experts: Qwen 2 and 3, OLMoE, dots1, GLM 4.5, ERNIE 4.5, MiniMax-M2, Phi-3.5-MoE."""
 
+import dataclasses
 from typing import Any
 
 from jattn.models.config import ModelConfig
@@ -29,9 +30,10 @@ from jattn.models.families.shared import (
 )
 from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
-from jattn.models.rope_config import rope_of
+from jattn.models.rope_config import parameters_of, rope_of
 from jattn.models.tensor_names import named_tensors
-from jattn.nn import RopeScaling
+from jattn.nn import LongRopeScaling, Rope, RopeScaling
+from jattn.nn.rope_scaling import FACTORS
 
 
 def qwen_experts(c: ConfigReader, **shared: Any) -> list[MLP | MoE]:
@@ -233,9 +235,7 @@ def phimoe(c: ConfigReader) -> ModelConfig:
     )
     c.ignore("input_jitter_noise")
     size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
-    rope = rope_of(c, size, longest, unused=("short_mscale", "long_mscale"))
-    if type(rope.scaling) is not RopeScaling:
-        c.refuse("rope_scaling", "is not supported: its magnitudes depend on the length of each step in transformers")
+    rope = with_magnitudes(c, rope_of(c, size, longest, unused=PHIMOE_MAGNITUDES))
     return rope_decoder(
         c,
         mlp=moe,
@@ -245,6 +245,26 @@ def phimoe(c: ConfigReader) -> ModelConfig:
         model=dict(head_bias=c.flag("lm_head_bias", False)),
         **attention_biases(c),
     )
+
+
+PHIMOE_MAGNITUDES = ("short_mscale", "long_mscale")
+
+
+def with_magnitudes(c: ConfigReader, rope: Rope) -> Rope:
+    """The rope of phimoe: longrope with a magnitude for requests up to the trained length, and one for longer ones.
+
+    Longer requests take the long divisors, as in the code of the model's authors and in vLLM. transformers 5 gives them
+    long_mscale, but keeps the short divisors.
+    """
+    if type(rope.scaling) is RopeScaling:
+        return rope
+    name, stored = parameters_of(c)
+    if not isinstance(rope.scaling, LongRopeScaling):
+        c.refuse(name, "is not supported for this model_type; its rope_type must be default or longrope")
+    r = ConfigReader(stored, f"{c.where}, {name}")
+    r.only("attention_factor")  # transformers does not use it
+    short, long = (r.number_within(key, FACTORS) for key in PHIMOE_MAGNITUDES)
+    return dataclasses.replace(rope, scaling=dataclasses.replace(rope.scaling, magnitude=short, long_magnitude=long))
 
 
 NAMES = LLAMA_NAMES | EXPERT_NAMES
