@@ -52,10 +52,12 @@ def gemma(c: ConfigReader) -> ModelConfig:
 
 
 def with_windows(
-    c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool
+    c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool, is_causal: bool = True
 ) -> ModelConfig:
-    """Every `every`-th layer is global, the others have a sliding window. ropes: (global, local)."""
-    c.only("use_bidirectional_attention", False)
+    """Every `every`-th layer is global, the others have a sliding window. ropes: (global, local).
+
+    If is_causal is false, the other layers see half of sliding_window on each side.
+    """
     c.ignore("hidden_act")  # transformers uses hidden_activation
     hidden, heads, count = c.count("hidden_size"), heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     norm, act = rms_norm(c, one_plus=True), c.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
@@ -65,7 +67,9 @@ def with_windows(
     windows = windows_by_type(c, count, [(i + 1) % every != 0 for i in range(count)])
 
     def layer(window: int | None) -> LayerConfig:
-        spec = AttentionSpec(**heads, scale=scale, sliding_window=window, logits_soft_cap=soft_cap)
+        attn_type = "decoder" if is_causal else "encoder_only"
+        sides = window if is_causal or window is None else (window // 2, window // 2)
+        spec = AttentionSpec(**heads, scale=scale, sliding_window=sides, logits_soft_cap=soft_cap, attn_type=attn_type)
         rope = ropes[window is not None]
         qk = norm if qk_norm else None
         self_attn = AttentionConfig(spec=spec, hidden_size=hidden, rope=rope, qk_norm=qk, **bias)
@@ -77,13 +81,17 @@ def with_windows(
 
 def gemma2(c: ConfigReader) -> ModelConfig:
     """Every second layer is global; attention logits have a soft cap."""
+    c.only("use_bidirectional_attention", False)
     c.only("sliding_window_size", c.count("sliding_window", None))  # of the models of 9B and 27B
     rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
     return with_windows(c, 2, (rope, rope), c.number("attn_logit_softcapping", None, above=0), qk_norm=False)
 
 
 def gemma3(c: ConfigReader) -> ModelConfig:
-    """Every sixth layer is global; local layers have their own theta; norms on q and k."""
+    """Every sixth layer is global; local layers have their own theta; norms on q and k.
+
+    use_bidirectional_attention makes it an encoder (EmbeddingGemma).
+    """
     c.only("attn_logit_softcapping")  # no implementation applies it
     size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
     local_theta, theta = theta_of(c, "rope_local_base_freq", 10000.0), theta_of(c, "rope_theta", 1e6)
@@ -91,7 +99,8 @@ def gemma3(c: ConfigReader) -> ModelConfig:
     global_rope = rope_of_layer_type(c, "full_attention", theta, size, longest, old)
     local_rope = rope_of_layer_type(c, "sliding_attention", local_theta, size, longest)
     every = c.count("sliding_window_pattern", c.count("_sliding_window_pattern", 6))
-    return with_windows(c, every, (global_rope, local_rope), None, qk_norm=True)
+    is_causal = not c.flag("use_bidirectional_attention", False)
+    return with_windows(c, every, (global_rope, local_rope), None, qk_norm=True, is_causal=is_causal)
 
 
 def gemma_tensors(config: ModelConfig) -> dict[str, TensorSource]:

@@ -48,6 +48,7 @@ def gpt2(c: ConfigReader) -> ModelConfig:
 def gpt_neo(c: ConfigReader) -> ModelConfig:
     """Attention logits are not scaled; local layers have a window."""
     c.ignore(*GPT2_UNUSED_KEYS)
+    c.only("is_causal", True)  # transformers ignores it: the mask is part of the layer
     count, window = c.count("num_hidden_layers", high=MAX_LAYERS), c.count("window_size", 256)
     kinds = attention_kinds(c, count)
     act = c.choice("activation_function", ACTIVATIONS, "gelu_new")

@@ -138,6 +138,7 @@ def rope_decoder(
     scale: of the attention logits, or a function of the layer's index.
     ropes: None: one rotary embedding for all layers, made by `rope_of` with rope_options.
     model: more arguments of `model_config`. attention: more options of AttentionConfig.
+    If is_causal is false, every token attends to every other, or to as many as the window has on each side.
     """
     heads, count = heads or heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     norm = rms_norm(c) if norm is None else norm
@@ -151,11 +152,15 @@ def rope_decoder(
         c.only("attention_bias", False)
     c.only("mlp_bias", False, *([True] if mlps[0].bias else []))
     c.only("use_mrope", False)
-    c.only("is_causal", heads.get("attn_type") != "encoder_only")
+    if heads.get("attn_type") == "encoder_only":
+        c.only("is_causal", False)
+    is_causal = heads.get("attn_type") != "encoder_only" and c.flag("is_causal", True)
+    seen = {} if is_causal else dict(attn_type="encoder_only")
 
     def layer(index: int, window: int | None) -> LayerConfig:
         layer_scale = scale(index) if callable(scale) else scale
-        spec = AttentionSpec(**heads, sliding_window=window, has_sinks=sinks, scale=layer_scale)
+        sides = window if is_causal or window is None else (window, window)
+        spec = AttentionSpec(**heads | seen, sliding_window=sides, has_sinks=sinks, scale=layer_scale)
         rope = ropes(index, window)
         return LayerConfig(
             self_attn=AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), rope=rope, **attention),
