@@ -9,7 +9,8 @@ import numpy as np
 
 from jattn import models
 from jattn.errors.arguments import boolean, check_fields, check_kind, integer, optional, short, text
-from jattn.models.embedding import check_dim
+from jattn.models.dense import DenseLayer, read_dense
+from jattn.models.embedding import check_dim, embedding_size
 from jattn.models.sentence_folder import read_sentence_folder
 from jattn.text import Tokenizer, load_tokenizer
 
@@ -25,6 +26,7 @@ class Embedder:
     params: dict[str, Any]
     tokenizer: Tokenizer | None = None  # None: inputs are token ids
     pooling: str  # one of models.POOLINGS
+    dense: tuple[DenseLayer, ...] = ()  # after pooling, before normalisation
     normalize: bool = True
     max_tokens: int | None = None  # of an input; None: the model's own limit
     lower_case: bool = False  # texts are converted to lower case first
@@ -36,6 +38,9 @@ class Embedder:
     def __post_init__(self):
         if self.pooling not in models.POOLINGS:
             raise ValueError(f"pooling={self.pooling!r} must be one of {', '.join(models.POOLINGS)}")
+        if not isinstance(self.dense, tuple) or not all(isinstance(layer, DenseLayer) for layer in self.dense):
+            raise TypeError(f"dense={short(self.dense)} must be a tuple of jattn.models.dense.DenseLayer")
+        embedding_size(self.config, self.dense)  # raises if a layer does not fit
         check_fields(
             self, normalize=boolean, lower_case=boolean, max_tokens=optional(integer(1)), max_batched_tokens=integer(1),
             backend=text,
@@ -70,9 +75,10 @@ class Embedder:
                 f"embedding; pass pooling=, one of {', '.join(models.POOLINGS)}"
             )
         tokenizer = load_tokenizer(found.model)  # refused before weights are read
+        dense = tuple(read_dense(folder, dtype) for folder in found.dense)
         config, params = models.load(found.model, dtype=dtype, quantization=quantization, progress=progress, head=False)
         fields: dict[str, Any] = dict(
-            tokenizer=tokenizer, normalize=found.normalize, max_tokens=found.max_tokens,
+            tokenizer=tokenizer, dense=dense, normalize=found.normalize, max_tokens=found.max_tokens,
             lower_case=found.lower_case, prompts=dict(found.prompts), default_prompt=found.default_prompt,
         )  # fmt: skip
         return cls(config=config, params=params, pooling=pooling, **fields | options)
@@ -82,6 +88,11 @@ class Embedder:
         """Tokens of the longest input; None: no limit."""
         limits = [limit for limit in (self.max_tokens, self.config.max_positions) if limit is not None]
         return min(limits, default=None)
+
+    @property
+    def size(self) -> int:
+        """The dimensions of an embedding."""
+        return embedding_size(self.config, self.dense)
 
     def embed(self, inputs: Sequence[Input], *, dim: int | None = None, prompt: str | None = None) -> np.ndarray:
         """f32[N, dim]: the embedding of each input, in their order.
@@ -94,7 +105,7 @@ class Embedder:
                 f"inputs={short(inputs)} must have one text, or one list of token ids, for each embedding; put a "
                 "single input in a list"
             )
-        check_dim(dim, self.config.hidden_size)
+        check_dim(dim, self.size)
         return self.finished(self.pooled([self.tokens_of(each, prompt) for each in inputs]), dim)
 
     def tokens_of(self, text: Input, prompt: str | None = None) -> list[int]:
@@ -121,12 +132,14 @@ class Embedder:
         return tokens
 
     def pooled(self, rows: Sequence[Sequence[int]]) -> np.ndarray:
-        """f32[N, hidden] of inputs that `tokens_of` has returned, before `finished`."""
-        made = np.zeros((len(rows), self.config.hidden_size), np.float32)
+        """f32[N, size] of inputs that `tokens_of` has returned, before `finished`."""
+        made = np.zeros((len(rows), self.size), np.float32)
         for at in _batches([len(row) for row in rows], self.max_batched_tokens):
             ids = np.concatenate([np.asarray(rows[index], np.int32) for index in at])
             lengths = [len(rows[index]) for index in at]
-            made[at] = models.embed(self.config, self.params, ids, lengths, self.pooling, backend=self.backend)
+            made[at] = models.embed(
+                self.config, self.params, ids, lengths, self.pooling, dense=self.dense, backend=self.backend
+            )
         return made
 
     def finished(self, rows: np.ndarray, dim: int | None = None) -> np.ndarray:

@@ -11,10 +11,12 @@ import numpy as np
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.buckets import power_of_two
 from jattn.models.config import ModelConfig
+from jattn.models.dense import DenseLayer
 from jattn.models.without_cache import hidden_states
 
-POOLINGS = ("mean", "cls", "last")
-"""mean: of all tokens. cls: the first token. last: the last token, as decoders need."""
+POOLINGS = ("mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_len")
+"""mean: of all tokens. cls: the first token. last: the last token, as decoders need. max: of each dimension.
+weighted_mean: token i has the weight i + 1. mean_sqrt_len: the sum of n tokens, divided by the square root of n."""
 MIN_TOKENS = 16
 """Packed tokens of the smallest program."""
 
@@ -29,27 +31,39 @@ def embed(
     normalize: bool = False,
     dim: int | None = None,
     token_types: Any = None,
+    dense: Sequence[DenseLayer] = (),
     backend: str = "auto",
 ) -> jax.Array:
     """f32[R, dim]: the embedding of each request, in one ragged batch.
 
     ids: the tokens of all requests one after another, i32[sum(lengths)], or rows i32[R, L] of which request r has the
     first lengths[r]. normalize: to length 1. dim: keep the first so many dimensions (Matryoshka), before that.
-    token_types: packed or in rows, like ids. The batch is padded, so that few sizes are compiled: see `batch_of`.
+    token_types: packed or in rows, like ids. dense: layers between pooling and `dim`. The batch is padded, so that few
+    sizes are compiled: see `batch_of`.
     """
     if config.encoder is not None:
         raise ValueError(f"{config.family} is an encoder-decoder; embeddings need an encoder or a decoder")
     if pooling not in POOLINGS:
         raise ValueError(f"{pooling=} must be one of {', '.join(POOLINGS)}")
-    check_dim(dim, config.hidden_size)
+    check_dim(dim, embedding_size(config, dense))
     lengths = np.asarray(lengths).tolist()
     meta = batch_of(config, lengths)
     tokens = _packed("ids", ids, lengths, meta.num_tokens, config.vocab_size)
     types = None
     if token_types is not None:
         types = _packed("token_types", token_types, lengths, meta.num_tokens, config.token_types)
-    rows = _embeddings(config, params, tokens, meta, types, pooling, normalize, dim, backend)
+    rows = _embeddings(config, params, tokens, meta, types, tuple(dense), pooling, normalize, dim, backend)
     return rows[: len(lengths)]
+
+
+def embedding_size(config: ModelConfig, dense: Sequence[DenseLayer] = ()) -> int:
+    """The dimensions of an embedding after these layers; ValueError unless each fits the one before."""
+    size = config.hidden_size
+    for index, layer in enumerate(dense):
+        if layer.in_features != size:
+            raise ValueError(f"dense[{index}] reads {layer.in_features} dimensions, but it gets {size}")
+        size = layer.out_features
+    return size
 
 
 def check_dim(dim: int | None, size: int) -> None:
@@ -94,24 +108,32 @@ def _packed(name: str, values: Any, lengths: Sequence[int], num_tokens: int, cou
     return np.pad(rows.astype(np.int32), (0, num_tokens - total))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7, 8))
+@functools.partial(jax.jit, static_argnums=(0, 6, 7, 8, 9))
 def _embeddings(
-    config: ModelConfig, params, tokens, meta: CommonAttentionMetadata, token_types, pooling: str, normalize: bool,
-    dim: int | None, backend: str,
+    config: ModelConfig, params, tokens, meta: CommonAttentionMetadata, token_types, dense: tuple[DenseLayer, ...],
+    pooling: str, normalize: bool, dim: int | None, backend: str,
 ) -> jax.Array:  # fmt: skip
     hidden = hidden_states(config, params, tokens, meta, token_types, backend)
-    rows = pooled(hidden, meta, pooling)[:, :dim]
+    rows = pooled(hidden, meta, pooling)
+    for layer in dense:
+        rows = layer(rows)
+    rows = rows[:, :dim]
     return normalized(rows) if normalize else rows
 
 
 def pooled(hidden: jax.Array, meta: CommonAttentionMetadata, pooling: str) -> jax.Array:
     """Hidden states [T, hidden] -> f32[R, hidden]. Rows of padding requests have no meaning."""
-    if pooling != "mean":
+    if pooling in ("cls", "last"):
         at = meta.logits_at_last_token() if pooling == "last" else jnp.asarray(meta.query_start_loc)[:-1]
         return hidden.at[at].get(mode="clip").astype(jnp.float32)
-    live = jnp.where(meta.token_is_live()[:, None], hidden.astype(jnp.float32), 0.0)
-    sums = jax.ops.segment_sum(live, meta.token_to_req(), meta.max_num_reqs)
-    return sums / jnp.maximum(meta.query_lens(), 1)[:, None]
+    hidden, live = hidden.astype(jnp.float32), meta.token_is_live()[:, None]
+    if pooling == "max":
+        return jax.ops.segment_max(jnp.where(live, hidden, -jnp.inf), meta.token_to_req(), meta.max_num_reqs)
+    weights = meta.positions()[:, None] + 1.0 if pooling == "weighted_mean" else jnp.float32(1.0)
+    sums = jax.ops.segment_sum(jnp.where(live, hidden * weights, 0.0), meta.token_to_req(), meta.max_num_reqs)
+    count = jnp.maximum(meta.query_lens(), 1).astype(jnp.float32)
+    total = {"mean": count, "weighted_mean": count * (count + 1) / 2, "mean_sqrt_len": jnp.sqrt(count)}[pooling]
+    return sums / total[:, None]
 
 
 def normalized(rows: jax.Array) -> jax.Array:

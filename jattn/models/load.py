@@ -58,12 +58,13 @@ def load(
     dtype: of all weights; None: as stored. sharding: a jax.sharding.Sharding for all weights, or a function
     (path, WeightSpec) -> Sharding or None; `WeightSpec.axes` has the logical axis names. progress(done, total, path)
     is called before each weight is read. quantization: one of QUANTIZATIONS; each weight is quantised when it is read.
-    head: read the weights that only logits need; False for embeddings, where folders often lack them.
+    head: read the weights that only logits need; False for embeddings, where folders often lack them. Of T5 False reads
+    the encoder alone.
     """
     if quantization is not None:
         check_quantization(quantization)
     folder = _folder_of(directory)
-    config, family, values = _config_and_family(folder)
+    config, family, values = _config_and_family(folder, head)
     values = _with_quantization_of_text(values)
     method, scheme = method_of(values), _scheme_of(values, family, folder)
     if _method_of_weights(values, family, scheme) is not None and quantization is not None:
@@ -262,7 +263,8 @@ def _refuse_gguf(folder: Path) -> None:
         )
 
 
-def _config_and_family(folder: Path) -> tuple[ModelConfig, Family, dict[str, Any]]:
+def _config_and_family(folder: Path, head: bool = True) -> tuple[ModelConfig, Family, dict[str, Any]]:
+    """The config of a folder, its family and the contents of config.json. head: False for embeddings."""
     _refuse_gguf(folder)
     if not folder.is_dir():
         raise FileNotFoundError(
@@ -281,6 +283,8 @@ def _config_and_family(folder: Path) -> tuple[ModelConfig, Family, dict[str, Any
         ends = list(dict.fromkeys(_end_ids(path, values) + more))
         values |= {"eos_token_id": ends} if ends else {}  # if neither file has any: the family's default
     family = family_of(values)
+    if not head and family.encoder is not None:
+        family = family.encoder
     return family.read(ConfigReader(values, str(path))), family, values
 
 

@@ -16,9 +16,14 @@ TEXT_SETTINGS_FILES = (
     "sentence_camembert_config.json", "sentence_xlm-roberta_config.json",
 )  # fmt: skip
 """The library's names of the file with the settings of the first module."""
-POOLING_NAMES = {"cls": ("cls_token", "cls"), "mean": ("mean_tokens", "mean"), "last": ("lasttoken", "lasttoken")}
+POOLING_NAMES = {
+    "cls": ("cls_token", "cls"), "mean": ("mean_tokens", "mean"), "last": ("lasttoken", "lasttoken"),
+    "max": ("max_tokens", "max"), "weighted_mean": ("weightedmean_tokens", "weightedmean"),
+    "mean_sqrt_len": ("mean_sqrt_len_tokens", "mean_sqrt_len_tokens"),
+}  # fmt: skip
 """Our pooling -> NAME of its flag pooling_mode_NAME, and its value of the newer key pooling_mode."""
-OTHER_FLAGS = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")
+LIBRARY = "sentence_transformers."
+"""The beginning of the names of the library's own classes. Others are code of the folder."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,7 @@ class SentenceFolder:
 
     model: Path  # the folder with config.json and *.safetensors
     pooling: str | None = None
+    dense: tuple[Path, ...] = ()  # the folders of its Dense modules, in order
     normalize: bool = False
     max_tokens: int | None = None  # of a text; None: the model's own limit
     lower_case: bool = False  # texts are converted to lower case first
@@ -46,15 +52,17 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
         return SentenceFolder(model=folder)
     modules = _modules(folder / MODULES)
     kinds = [kind for kind, _ in modules]
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    dense = [folder / path for kind, path in modules if kind == "Dense"]
+    first, rest = kinds[: 2 + len(dense)], kinds[2 + len(dense) :]
+    if first != ["Transformer", "Pooling", *["Dense"] * len(dense)] or set(rest) - {"Normalize"}:
         raise UnsupportedError(
             f"{folder / MODULES} has the modules {', '.join(kinds)}; supported are Transformer, Pooling and, after "
-            "them, Normalize"
+            "them, Dense and Normalize"
         )
     model, pooling = (folder / path for _, path in modules[:2])
     return SentenceFolder(
-        model=model, pooling=_pooling(pooling / "config.json"), normalize=len(modules) > 2, **_text_settings(model),
-        **_prompts(folder / SETTINGS),
+        model=model, pooling=_pooling(pooling / "config.json"), dense=tuple(dense), normalize=bool(rest),
+        **_text_settings(model), **_prompts(folder / SETTINGS),
     )  # fmt: skip
 
 
@@ -78,6 +86,11 @@ def _modules(path: Path) -> list[tuple[str, str]]:
                 f"{path} must be a list of objects with the class of a module, 'type', and the name of its folder, "
                 f"'path', not {short(module if isinstance(modules, list) else modules)}"
             )
+        if not kind.startswith(LIBRARY):
+            raise UnsupportedError(
+                f"{path} has a module of the class {short(kind)}, which is code of its folder and never run; supported "
+                f"are classes of {LIBRARY.removesuffix('.')}"
+            )
         found.append((kind.rpartition(".")[2], where))
     return found
 
@@ -85,11 +98,11 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 def _pooling(path: Path) -> str:
     c = ConfigReader(read_json(path), str(path))
     c.ignore("word_embedding_dimension", "embedding_dimension")
-    c.only("include_prompt", True)
-    for name in OTHER_FLAGS:
-        c.only(f"pooling_mode_{name}", False)
     found = [ours for ours, (flag, _) in POOLING_NAMES.items() if c.flag(f"pooling_mode_{flag}", False)]
     mode = c.choice("pooling_mode", [name for _, name in POOLING_NAMES.values()], None)
+    if found != ["last"] and mode != "lasttoken":
+        c.only("include_prompt", True)  # the last token is not of the prompt
+    c.ignore("include_prompt")
     c.refuse_unread()
     found += [ours for ours, (_, name) in POOLING_NAMES.items() if name == mode]
     if len(found) != 1:
@@ -102,6 +115,10 @@ def _text_settings(model: Path) -> dict[str, Any]:
     if path is None:
         return {}
     c = ConfigReader(read_json(path), str(path))
+    c.only("transformer_task", "feature-extraction")
+    c.only("module_output_name", "token_embeddings")
+    for name in ("query_length", "document_length", "query_expansion"):  # of models with a vector for each token
+        c.only(name)
     return dict(max_tokens=c.count("max_seq_length", None), lower_case=c.flag("do_lower_case", False))
 
 

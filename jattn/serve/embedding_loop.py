@@ -70,7 +70,7 @@ class EmbeddingLoop:
             raise StoppedError(self._closed)
 
     def submit(self, rows: list[list[int]]) -> "Future[np.ndarray]":
-        """Queue the inputs of a body; the result is f32[N, hidden], see Embedder.pooled. A cancelled one is skipped."""
+        """Queue the inputs of a body; the result is f32[N, size], see Embedder.pooled. A cancelled one is skipped."""
         body = _Body(rows, Future())
         with self._lock:
             self.check_open()

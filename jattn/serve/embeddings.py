@@ -55,7 +55,7 @@ class _Handlers(Handlers):
         if parsed.prompt_name is not None and parsed.prompt_name not in self.embedder.prompts:
             known = ", ".join(self.embedder.prompts) or "none: this model has no prompts"
             raise errors.BadRequestError(f"prompt_name must be one of {known}", "prompt_name")
-        if parsed.dimensions is not None and parsed.dimensions > (size := self.embedder.config.hidden_size):
+        if parsed.dimensions is not None and parsed.dimensions > (size := self.embedder.size):
             raise errors.BadRequestError(f"dimensions={parsed.dimensions} must be at most {size}", "dimensions")
         rows = []
         for each in parsed.inputs:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
+from safetensors.numpy import save_file
 
 from jattn import Embedder, UnsupportedError, models
 from jattn.models.sentence_folder import read_sentence_folder
@@ -95,8 +96,11 @@ def test_a_model_in_a_folder_of_its_own_is_found(folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(pooling_mode_max_tokens=True), "pooling_mode_max_tokens=True is not supported"),
-        (dict(include_prompt=False), "include_prompt=False is not supported"),
+        (dict(pooling_mode_max_tokens=True), r"asks for 2 poolings \(last, max\)"),
+        (
+            dict(pooling_mode_lasttoken=False, pooling_mode_mean_tokens=True, include_prompt=False),
+            "include_prompt=False is not supported",
+        ),
         (dict(pooling_mode_cls_token=True), r"asks for 2 poolings \(cls, last\)"),
         (dict(pooling_mode_lasttoken=False), "asks for 0 poolings"),
         (dict(pooling_mode_new=True), "pooling_mode_new=True"),
@@ -108,15 +112,109 @@ def test_another_pooling_is_refused_by_name(folder, changes, words):
         Embedder.from_pretrained(folder)
 
 
-def test_the_newer_key_of_a_pooling_is_read(folder):
-    put(folder, "1_Pooling/config.json", dict(embedding_dimension=16, pooling_mode="cls", include_prompt=True))
-    assert read_sentence_folder(folder).pooling == "cls"
+@pytest.mark.parametrize(
+    ("mode", "pooling"),
+    [("cls", "cls"), ("mean", "mean"), ("lasttoken", "last"), ("max", "max"), ("weightedmean", "weighted_mean"),
+     ("mean_sqrt_len_tokens", "mean_sqrt_len")],
+)  # fmt: skip
+def test_either_key_of_a_pooling_is_read(folder, mode, pooling):
+    put(folder, "1_Pooling/config.json", dict(embedding_dimension=16, pooling_mode=mode, include_prompt=True))
+    assert read_sentence_folder(folder).pooling == pooling
+    flag = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "weightedmean": "weightedmean_tokens"}
+    old = POOLING | dict(pooling_mode_lasttoken=False) | {f"pooling_mode_{flag.get(mode, mode)}": True}
+    put(folder, "1_Pooling/config.json", old)
+    assert read_sentence_folder(folder).pooling == pooling
+
+
+def test_a_last_token_is_never_of_the_prompt(folder):
+    put(folder, "1_Pooling/config.json", POOLING | dict(include_prompt=False))
+    assert read_sentence_folder(folder).pooling == "last"
+
+
+IDENTITY, TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
+KERNEL = np.random.default_rng(4).normal(size=(6, 16)).astype(np.float32)
+DENSE = dict(in_features=16, out_features=6, bias=True, activation_function=TANH)
+
+
+def put_dense(folder, name="2_Dense", tensors=None, **changes):
+    """A Dense module between the pooling and the normalisation."""
+    settings = {key: value for key, value in (DENSE | changes).items() if value is not ...}
+    put(folder, f"{name}/config.json", settings)
+    made = {"linear.weight": KERNEL, "linear.bias": np.arange(6, dtype=np.float32) / 6} if tensors is None else tensors
+    save_file(made, folder / name / "model.safetensors")
+    module = dict(path=name, type="sentence_transformers.models.Dense")
+    put(folder, "modules.json", [*MODULES[:2], module, MODULES[2]])
+
+
+def test_dense_modules_of_a_folder_are_applied(folder):
+    rows = [[1, 2, 5], [3, 5], [3, 2, 1, 1, 5]]
+    pooled = np.asarray(models.embed(*models.load(folder, head=False), np.concatenate(rows), [3, 2, 5], "last"))
+    put_dense(folder)
+    served = Embedder.from_pretrained(folder)
+    assert served.size == 6 and served.embed([]).shape == (0, 6)
+    wanted = np.tanh(pooled @ KERNEL.T + np.arange(6) / 6)
+    unit = lambda x: x / np.linalg.norm(x, axis=1, keepdims=True)
+    np.testing.assert_allclose(served.embed(rows), unit(wanted), atol=2e-6)
+    np.testing.assert_allclose(served.embed(rows, dim=3), unit(wanted[:, :3]), atol=2e-6)
+    with pytest.raises(ValueError, match="dim=7 must be an integer from 1 to 6"):
+        served.embed(rows, dim=7)
+    twice = [dict(path=name, type="sentence_transformers.models.Dense") for name in ("2_Dense", "3_Dense")]
+    back = np.ascontiguousarray(KERNEL.T)
+    put_dense(folder, "3_Dense", {"linear.weight": back}, in_features=6, out_features=16, bias=False,
+              activation_function=IDENTITY, module_input_name="sentence_embedding")  # fmt: skip
+    put(folder, "modules.json", [*MODULES[:2], *twice, MODULES[2]])
+    np.testing.assert_allclose(Embedder.from_pretrained(folder).embed(rows), unit(wanted @ KERNEL), atol=2e-6)
+    half = Embedder.from_pretrained(folder, dtype="float16").dense
+    assert {layer.kernel.dtype.name for layer in half} == {"float16"} and half[1].bias is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (dict(activation_function="torch.nn.modules.activation.Hardtanh"), UnsupportedError, "activation_function="),
+        (dict(activation_function="os.system"), UnsupportedError, "activation_function='os.system'"),
+        (dict(activation_function=["Tanh"]), UnsupportedError, "activation_function="),
+        (dict(use_residual=True), UnsupportedError, "use_residual=True"),
+        (dict(module_input_name="token_embeddings"), UnsupportedError, "module_input_name="),
+        (dict(rank=4), UnsupportedError, "rank=4"),
+        (dict(in_features=...), ValueError, "has no 'in_features'"),
+        (dict(out_features=-6), ValueError, "out_features=-6"),
+        (dict(out_features=2**31), ValueError, "out_features=2147483648"),
+        (dict(bias="no"), ValueError, "bias='no'"),
+        (dict(out_features=7), ValueError, r"linear.weight has the shape \(6, 16\)"),
+        (dict(bias=False), ValueError, "has the tensors 'linear.bias', 'linear.weight'"),
+        (dict(tensors={"linear.weight": KERNEL}), ValueError, "asks for linear.weight, linear.bias"),
+        (dict(tensors={}), ValueError, "asks for linear.weight, linear.bias"),
+        (dict(bias=False, tensors={"linear.weight": KERNEL * np.nan}), ValueError, "NaN or infinity"),
+        (dict(bias=False, tensors={"linear.weight": KERNEL.astype(np.int8)}), ValueError, "has the dtype int8"),
+        (dict(bias=False, in_features=8, tensors={"linear.weight": KERNEL[:, :8]}), ValueError, "gets 16"),
+    ],
+    ids=str,
+)
+def test_a_dense_module_that_cannot_be_read_is_refused(folder, changes, error, words):
+    tensors = changes.pop("tensors", None)
+    put_dense(folder, tensors=None if tensors is None else {k: np.ascontiguousarray(x) for k, x in tensors.items()},
+              **changes)  # fmt: skip
+    with pytest.raises(error, match=words):
+        Embedder.from_pretrained(folder)
+
+
+def test_a_dense_module_without_safetensors_says_what_writes_them(folder):
+    put_dense(folder)
+    (folder / "2_Dense/model.safetensors").rename(folder / "2_Dense/pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="never opened.*save"):
+        Embedder.from_pretrained(folder)
+    (folder / "2_Dense/config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="2_Dense/config.json is missing"):
+        Embedder.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
     ("modules", "error", "words"),
     [
         ([*MODULES, dict(path="3_Dense", type="sentence_transformers.models.Dense")], UnsupportedError, "Dense"),
+        ([*MODULES, dict(path="3_LayerNorm", type="sentence_transformers.models.LayerNorm")], UnsupportedError, "Laye"),
+        ([MODULES[0] | dict(type="custom_st.Transformer"), MODULES[1]], UnsupportedError, "never run"),
         ([MODULES[0] | dict(path="../other"), MODULES[1]], ValueError, "name of its folder"),
         ([MODULES[0] | dict(path=".."), MODULES[1]], ValueError, "name of its folder"),
         ([MODULES[0] | dict(path="a" * 5000), MODULES[1]], ValueError, "name of its folder"),
@@ -135,7 +233,8 @@ def test_other_modules_are_refused_by_name(folder, modules, error, words):
     "field",
     [
         dict(normalize="no"), dict(max_batched_tokens=1.5), dict(max_tokens=0), dict(prompts=None),
-        dict(prompts={"a": 5}), dict(lower_case=1), dict(default_prompt="b"), dict(dtype="bogus"), dict(dtype="int8"),
+        dict(prompts={"a": 5}), dict(dense=[1]), dict(lower_case=1), dict(default_prompt="b"),
+        dict(dtype="bogus"), dict(dtype="int8"),
     ],
     ids=str,
 )  # fmt: skip

@@ -4,13 +4,18 @@ import numpy as np
 import pytest
 
 from jattn import models
-from tests.models import examples
+from jattn.engine import Engine
+from jattn.models.dense import DenseLayer
+from tests.models import examples, witness
 
 LENGTHS = (9, 1, 17, 4)
 HAND = {
     "mean": lambda hidden: hidden.mean(axis=0),
     "cls": lambda hidden: hidden[0],
     "last": lambda hidden: hidden[-1],
+    "max": lambda hidden: hidden.max(axis=0),
+    "weighted_mean": lambda hidden: np.average(hidden, axis=0, weights=np.arange(1, len(hidden) + 1)),
+    "mean_sqrt_len": lambda hidden: hidden.sum(axis=0) / np.sqrt(len(hidden)),
 }
 
 
@@ -23,9 +28,8 @@ def close(mine, wanted) -> None:
     assert np.abs(np.asarray(mine) - wanted).max() <= 1e-4 * wanted.std()
 
 
-@pytest.mark.parametrize("pooling", models.POOLINGS)
 @pytest.mark.parametrize("family", ["roberta", "modernbert", "qwen3"])
-def test_embeddings_are_the_pooled_hidden_states_of_transformers(family, pooling, tmp_path):
+def test_embeddings_are_the_pooled_hidden_states_of_transformers(family, tmp_path):
     transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
     torch = pytest.importorskip("torch", reason="the witness needs the extra 'parity'")
     values = {key: value for key, value in examples.ALL[family].items() if key != "model_type"}
@@ -37,9 +41,52 @@ def test_embeddings_are_the_pooled_hidden_states_of_transformers(family, pooling
     rows = rows_of(*LENGTHS)
     with torch.no_grad():
         hidden = [theirs(torch.tensor(row)[None]).last_hidden_state[0].numpy() for row in rows]
-    close(
-        models.embed(config, params, np.concatenate(rows), LENGTHS, pooling), np.stack(list(map(HAND[pooling], hidden)))
-    )
+    for pooling in models.POOLINGS:
+        wanted = np.stack(list(map(HAND[pooling], hidden)))
+        close(models.embed(config, params, np.concatenate(rows), LENGTHS, pooling), wanted)
+
+
+GEMMA = examples.DECODERS["gemma3_text"] | dict(use_bidirectional_attention=True)
+BOTH_SIDES = {
+    "llama": examples.DECODERS["llama"] | dict(is_causal=False),
+    "gte-Qwen2": examples.DECODERS["qwen2"] | dict(is_causal=False, use_sliding_window=False),
+    "qwen2 with windows": examples.DECODERS["qwen2"] | dict(is_causal=False),
+    "mistral": examples.DECODERS["mistral"] | dict(is_causal=False),
+    "gpt2": examples.FURTHER["gpt2"] | dict(is_causal=False),
+    "EmbeddingGemma": GEMMA,
+    "EmbeddingGemma, an even window": GEMMA | dict(sliding_window=8),
+    "EmbeddingGemma, a window of all": GEMMA | dict(sliding_window=512),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_SIDES)
+def test_a_decoder_that_sees_both_sides_is_theirs(name, tmp_path):
+    pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
+    torch = pytest.importorskip("torch", reason="the witness needs the extra 'parity'")
+    theirs = witness.saved(BOTH_SIDES[name], tmp_path).base_model
+    config, params = models.load(tmp_path, head=False)
+    assert config.is_encoder
+    rows = rows_of(*LENGTHS)
+    with torch.no_grad():
+        hidden = [theirs(torch.tensor(row)[None], use_cache=False).last_hidden_state[0].numpy() for row in rows]
+    close(models.embed(config, params, np.concatenate(rows), LENGTHS), np.stack([row.mean(axis=0) for row in hidden]))
+    with pytest.raises(ValueError, match=r"is an encoder.*jattn\.Embedder"):
+        Engine(config, params, num_blocks=8)
+
+
+@pytest.mark.parametrize("as_stored", ["T5EncoderModel", "T5ForConditionalGeneration"])
+def test_t5_embeds_with_its_encoder(as_stored, tmp_path):
+    transformers = pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
+    torch = pytest.importorskip("torch", reason="the witness needs the extra 'parity'")
+    values = {key: value for key, value in examples.ENCODERS["t5"].items() if key != "model_type"}
+    theirs = getattr(transformers, as_stored)(transformers.T5Config(**values)).eval()
+    witness.shake(theirs)
+    theirs.save_pretrained(tmp_path)
+    config, params = models.load(tmp_path, head=False)
+    rows = rows_of(*LENGTHS)
+    with torch.no_grad():
+        hidden = [theirs.encoder(torch.tensor(row)[None]).last_hidden_state[0].numpy() for row in rows]
+    close(models.embed(config, params, np.concatenate(rows), LENGTHS), np.stack([row.mean(axis=0) for row in hidden]))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +108,20 @@ def test_rows_may_be_padded_with_anything(bert):
     np.testing.assert_array_equal(
         models.embed(*bert, padded, LENGTHS), models.embed(*bert, np.concatenate(rows), LENGTHS)
     )
+
+
+DENSE = DenseLayer(kernel=np.random.default_rng(3).normal(size=(32, 8)).astype(np.float32), activation="Tanh")
+
+
+def test_dense_layers_come_between_pooling_and_dimensions(bert):
+    rows, bias = rows_of(*LENGTHS), np.linspace(-1, 1, 5, dtype=np.float32)
+    last = DenseLayer(kernel=np.arange(40, dtype=np.float32).reshape(8, 5) / 40, bias=bias)
+    whole = np.asarray(models.embed(*bert, np.concatenate(rows), LENGTHS))
+    wanted = (np.tanh(whole @ DENSE.kernel) @ last.kernel + bias)[:, :4]
+    made = models.embed(*bert, np.concatenate(rows), LENGTHS, dense=[DENSE, last], dim=4)
+    np.testing.assert_allclose(made, wanted, atol=1e-5)
+    unit = models.embed(*bert, np.concatenate(rows), LENGTHS, dense=[DENSE, last], dim=4, normalize=True)
+    np.testing.assert_allclose(unit, wanted / np.linalg.norm(wanted, axis=1, keepdims=True), atol=1e-5)
 
 
 @pytest.mark.parametrize("dim", [None, 8])
@@ -93,9 +154,11 @@ def test_batches_of_many_sizes_share_a_few_programs(compiles):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(pooling="max"), "pooling='max' must be one of mean, cls, last"),
+        (dict(pooling="middle"), "pooling='middle' must be one of mean, cls, last, max, weighted_mean, mean_sqrt_len"),
         (dict(dim=33), "dim=33 must be an integer from 1 to 32"),
         (dict(dim=0), "dim=0 must be"),
+        (dict(dim=9, dense=[DENSE]), "dim=9 must be an integer from 1 to 8"),
+        (dict(dense=[DENSE, DENSE]), r"dense\[1\] reads 32 dimensions, but it gets 8"),
         (dict(lengths=[3, 0]), "each at least 1"),
         (dict(lengths=[]), "at least one request"),
         (dict(lengths=[4]), r"ids is int64\[3\]; it must be integers \[4\]"),

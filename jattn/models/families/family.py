@@ -15,6 +15,7 @@ class Family:
     """How to read the config.json and the tensors of one model_type.
 
     config: its ModelConfig. tensors: the TensorSource of every weight, by the weight's path in params.
+    encoder: of an encoder-decoder, the family of its encoder, if that alone makes embeddings.
     """
 
     config: Callable[[ConfigReader], ModelConfig]
@@ -27,6 +28,7 @@ class Family:
     quant_methods: tuple[str, ...] = ()  # besides METHODS of hub_formats: `tensors` reads their weights
     defaults: dict[str, Any] = dataclasses.field(default_factory=dict)  # values of absent keys, as in transformers
     aliases: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)  # other names of the usual keys
+    encoder: "Family | None" = None
 
     def read(self, reader: ConfigReader) -> ModelConfig:
         """The ModelConfig; an unknown key or a wrong value is an error that names it."""

@@ -15,18 +15,31 @@ from jattn.nn import AttentionConfig, Norm
 from jattn.spec import AttentionSpec
 
 MAX_BUCKETS = 65_536
+UNUSED_KEYS = ("n_positions", "is_gated_act", "dense_act_fn")
 
 
 def t5(c: ConfigReader) -> ModelConfig:
     """The decoder, with the encoder as a field; both share the token embeddings."""
     c.only("is_encoder_decoder", True)
-    c.ignore("n_positions", "is_gated_act", "dense_act_fn")
+    c.ignore(*UNUSED_KEYS)
     tied = c.flag("tie_word_embeddings", True)
     hidden = c.count("d_model")
     scale = hidden**-0.5 if c.flag("scale_decoder_outputs", tied) else 1.0
-    encoder = side_config(c, "encoder", c.count("num_layers", high=MAX_LAYERS), tied_embeddings=True)
+    encoder = encoder_config(c)
     count = c.count("num_decoder_layers", len(encoder.layers), high=MAX_LAYERS)
     return side_config(c, "decoder", count, encoder=encoder, tied_embeddings=tied, logits_scale=scale, **token_ids(c))
+
+
+def t5_encoder(c: ConfigReader) -> ModelConfig:
+    """The encoder alone, as for embeddings (Sentence-T5, GTR)."""
+    c.only("is_encoder_decoder", True, False)
+    c.ignore(*UNUSED_KEYS, "tie_word_embeddings", "scale_decoder_outputs", "num_decoder_layers")
+    return dataclasses.replace(encoder_config(c), **token_ids(c))
+
+
+def encoder_config(c: ConfigReader) -> ModelConfig:
+    """The side whose tokens attend to every other."""
+    return side_config(c, "encoder", c.count("num_layers", high=MAX_LAYERS), tied_embeddings=True)
 
 
 def side_config(c: ConfigReader, side: str, count: int, **more: Any) -> ModelConfig:
@@ -107,4 +120,12 @@ DEFAULTS = dict(
     d_kv=64, layer_norm_epsilon=1e-6, relative_attention_num_buckets=32, relative_attention_max_distance=128,
     pad_token_id=0, eos_token_id=1,
 )  # fmt: skip
-T5 = Family(t5, t5_tensors, UNUSED, prefix="", defaults=DEFAULTS)
+ENCODER = Family(
+    t5_encoder,
+    lambda config: side_tensors(config, "encoder", 1),
+    UNUSED,
+    skipped=lambda config: ("decoder.", "lm_head."),
+    prefix="",
+    defaults=DEFAULTS,
+)
+T5 = Family(t5, t5_tensors, UNUSED, prefix="", defaults=DEFAULTS, encoder=ENCODER)
