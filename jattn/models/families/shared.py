@@ -155,12 +155,12 @@ def rope_decoder(
     if heads.get("attn_type") == "encoder_only":
         c.only("is_causal", False)
     is_causal = heads.get("attn_type") != "encoder_only" and c.flag("is_causal", True)
-    seen = {} if is_causal else dict(attn_type="encoder_only")
+    heads = heads if is_causal else heads | dict(attn_type="encoder_only")
 
     def layer(index: int, window: int | None) -> LayerConfig:
         layer_scale = scale(index) if callable(scale) else scale
         sides = window if is_causal or window is None else (window, window)
-        spec = AttentionSpec(**heads | seen, sliding_window=sides, has_sinks=sinks, scale=layer_scale)
+        spec = AttentionSpec(**heads, sliding_window=sides, has_sinks=sinks, scale=layer_scale)
         rope = ropes(index, window)
         return LayerConfig(
             self_attn=AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), rope=rope, **attention),
