@@ -27,6 +27,7 @@ class Embedder:
     tokenizer: Tokenizer | None = None  # None: inputs are token ids
     pooling: str  # one of models.POOLINGS
     dense: tuple[DenseLayer, ...] = ()  # after pooling, before normalisation
+    dim: int | None = None  # dimensions that are kept, before normalisation, if a call does not say; None: all
     normalize: bool = True
     max_tokens: int | None = None  # of an input; None: the model's own limit
     lower_case: bool = False  # texts are converted to lower case first
@@ -40,10 +41,10 @@ class Embedder:
             raise ValueError(f"pooling={self.pooling!r} must be one of {', '.join(models.POOLINGS)}")
         if not isinstance(self.dense, tuple) or not all(isinstance(layer, DenseLayer) for layer in self.dense):
             raise TypeError(f"dense={short(self.dense)} must be a tuple of jattn.models.dense.DenseLayer")
-        embedding_size(self.config, self.dense)  # raises if a layer does not fit
+        check_dim(self.dim, self.size)  # raises, too, if a layer does not fit
         check_fields(
             self, normalize=boolean, lower_case=boolean, max_tokens=optional(integer(1)), max_batched_tokens=integer(1),
-            backend=text,
+            backend=text, dim=optional(integer(1)),
         )  # fmt: skip
         for name, words in check_kind("prompts", self.prompts, dict).items():
             if not isinstance(name, str) or not isinstance(words, str):
@@ -78,7 +79,7 @@ class Embedder:
         dense = tuple(read_dense(folder, dtype) for folder in found.dense)
         config, params = models.load(found.model, dtype=dtype, quantization=quantization, progress=progress, head=False)
         fields: dict[str, Any] = dict(
-            tokenizer=tokenizer, dense=dense, normalize=found.normalize, max_tokens=found.max_tokens,
+            tokenizer=tokenizer, dense=dense, dim=found.dim, normalize=found.normalize, max_tokens=found.max_tokens,
             lower_case=found.lower_case, prompts=dict(found.prompts), default_prompt=found.default_prompt,
         )  # fmt: skip
         return cls(config=config, params=params, pooling=pooling, **fields | options)
@@ -91,14 +92,14 @@ class Embedder:
 
     @property
     def size(self) -> int:
-        """The dimensions of an embedding."""
+        """The dimensions of an embedding, before `dim`."""
         return embedding_size(self.config, self.dense)
 
     def embed(self, inputs: Sequence[Input], *, dim: int | None = None, prompt: str | None = None) -> np.ndarray:
         """f32[N, dim]: the embedding of each input, in their order.
 
         dim: keep the first so many dimensions, before normalisation (Matryoshka). prompt: the name of a prompt of the
-        folder; its text is put before each text. None: the folder's default one, if it has one.
+        folder; its text is put before each text. None: what the folder says, if it does.
         """
         if not _is_list(inputs) or not all(isinstance(each, str) or _is_list(each) for each in inputs):
             raise ValueError(
@@ -144,7 +145,7 @@ class Embedder:
 
     def finished(self, rows: np.ndarray, dim: int | None = None) -> np.ndarray:
         """The rows of `pooled`, cut to `dim` and normalised: on the host, where no `dim` needs a program of its own."""
-        rows = rows[:, :dim]
+        rows = rows[:, : self.dim if dim is None else dim]
         if not self.normalize:
             return rows
         return rows / np.maximum(np.linalg.norm(rows, axis=-1, keepdims=True), 1e-12)

@@ -20,6 +20,8 @@ HARMLESS = frozenset({
     "license", "name", "use_flash_attn", "use_flash_attention", "use_flash_attention_2", "flash_attn",
     "model_max_length", "tokenizer_model_max_length", "tokenizer_padding_side",  # of tokenizers
     "sbert_ce_default_activation_function", "sentence_transformers",  # of a classification head, which is not read
+    # of embedding models: what a caller may ask for
+    "matryoshka_dimensions", "matryoshka_dims", "is_matryoshka", "prompt_names", "task_names",
     # training only
     "initializer_range", "initializer_factor", "init_std", "attention_dropout", "hidden_dropout", "resid_pdrop",
     "embd_pdrop", "emb_pdrop", "attn_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "dropout",

@@ -17,7 +17,7 @@ from jattn.errors.arguments import check_kind, dtype_name, short
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
-from jattn.models.families import FAMILIES, RECURRENT
+from jattn.models.families import CODE_OF_FOLDERS, FAMILIES, RECURRENT
 from jattn.models.families.family import Family
 from jattn.models.files import is_there, read_json
 from jattn.models.hub_formats import method_of, scheme_of
@@ -36,6 +36,8 @@ WRONG_TENSORS = ValueError, TypeError, IndexError, ArithmeticError
 """What conversions raise for ranks, shapes or dtypes that do not fit."""
 CODES = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale")
 """Endings of the names of tensors that only quantised weights have."""
+CLASSIFIERS = ("classifier.", "pre_classifier.", "score.", "qa_outputs.", "classification_head.")
+"""Beginnings of the names of tensors of heads that give scores: of rerankers, reward models and other classifiers."""
 COPIES = ("lm_head.weight", "embed_out.weight", "decoder.weight", "vocab_projector.weight", "embed_tokens.weight")
 """Endings of the names of tensors that repeat the embeddings where a model ties them."""
 MAX_THREADS = 8
@@ -248,6 +250,11 @@ def family_of(values: dict[str, Any]) -> Family:
             if name in RECURRENT
             else ""
         )
+        if isinstance(name, str) and name in CODE_OF_FOLDERS:
+            raise UnsupportedError(
+                f"config.json: model_type={short(name)} is defined by code of its folder, which is never run; "
+                f"{CODE_OF_FOLDERS[name]}"
+            )
         raise UnsupportedError(
             f"config.json: model_type={short(name)} is not supported{why}; supported are {', '.join(FAMILIES)}{own}"
         )
@@ -430,6 +437,13 @@ def _check_names(
     if absent and all(path.startswith("head.") for path in absent):
         problems.append("these are the head's, which embeddings do not need: pass head=False to load without it")
     left = sorted(n for n in checkpoint.locations.keys() - names if not unused(n))
+    stored = [checkpoint.locations[name].name for name in left]
+    if found := next((name for name in stored if name.startswith(CLASSIFIERS)), None):
+        raise UnsupportedError(
+            f"{checkpoint.directory} has the head of a classifier (tensor {tensor_text(found)}): a reranker, a reward "
+            "model or the like, whose scores are not computed; what is computed are embeddings and next tokens, so use "
+            "a folder of an embedding model, or of a reranker that answers with a token (Qwen3-Reranker)"
+        )
     problems += [f"tensor {tensor_text(name)} is not used by this model" for name in left]
     if problems:
         listed = "\n  ".join(problems[:12]) + (f"\n  and {len(problems) - 12} more" if len(problems) > 12 else "")

@@ -38,6 +38,7 @@ class SentenceFolder:
     lower_case: bool = False  # texts are converted to lower case first
     prompts: tuple[tuple[str, str], ...] = ()  # (name, the text before an input)
     default_prompt: str | None = None  # a name in `prompts`
+    dim: int | None = None  # dimensions that are kept; None: all
 
 
 def is_sentence_folder(directory: str | Path) -> bool:
@@ -126,11 +127,13 @@ def _prompts(path: Path) -> dict[str, Any]:
     if not is_there(path):
         return {}
     c = ConfigReader(read_json(path), str(path))
-    prompts, default = c.section("prompts").given, c.get("default_prompt_name")
+    prompts = {name: text for name, text in c.section("prompts").given.items() if text is not None}
+    default = c.get("default_prompt_name")
     if not all(isinstance(text, str) for text in prompts.values()):
         c.refuse("prompts", "must be an object of texts")
     if default is not None and (not isinstance(default, str) or default not in prompts):
         c.refuse("default_prompt_name", f"must be one of {', '.join(prompts)}")
     c.ignore("__version__", "model_type", "similarity_fn_name")
+    dim = c.count("truncate_dim", None)
     c.refuse_unread()
-    return dict(prompts=tuple(prompts.items()), default_prompt=default)
+    return dict(prompts=tuple(prompts.items()), default_prompt=default, dim=dim)

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jattn import Embedder, UnsupportedError, models
 from jattn.models.sentence_folder import read_sentence_folder
@@ -233,7 +233,7 @@ def test_other_modules_are_refused_by_name(folder, modules, error, words):
     "field",
     [
         dict(normalize="no"), dict(max_batched_tokens=1.5), dict(max_tokens=0), dict(prompts=None),
-        dict(prompts={"a": 5}), dict(dense=[1]), dict(lower_case=1), dict(default_prompt="b"),
+        dict(prompts={"a": 5}), dict(dense=[1]), dict(dim=17), dict(lower_case=1), dict(default_prompt="b"),
         dict(dtype="bogus"), dict(dtype="int8"),
     ],
     ids=str,
@@ -244,9 +244,36 @@ def test_a_wrong_field_is_refused_by_name(folder, field):
 
 
 def test_unknown_settings_are_refused(folder):
-    put(folder, "config_sentence_transformers.json", {"__version__": {}, "prompts": {}, "truncate_dim": 4})
-    with pytest.raises(UnsupportedError, match="truncate_dim"):
+    put(folder, "config_sentence_transformers.json", {"__version__": {}, "prompts": {}, "rerank": 4})
+    with pytest.raises(UnsupportedError, match="rerank"):
         Embedder.from_pretrained(folder)
+    for name, value in (("transformer_task", "fill-mask"), ("module_output_name", "logits"), ("query_length", 32)):
+        put(folder, "sentence_bert_config.json", {name: value})
+        with pytest.raises(UnsupportedError, match=f"{name}={value!r}"):
+            read_sentence_folder(folder)
+
+
+def test_the_dimensions_of_a_folder_are_kept_unless_a_call_says(folder):
+    settings = dict(truncate_dim=4, prompts=dict(query=None, document="query: "))
+    put(folder, "config_sentence_transformers.json", settings)
+    served = Embedder.from_pretrained(folder)
+    assert served.prompts == dict(document="query: ")
+    np.testing.assert_allclose(served.embed(["one two"])[0], by_hand(folder, [1, 2, 5], 4), atol=2e-6)
+    np.testing.assert_allclose(served.embed(["one two"], dim=6)[0], by_hand(folder, [1, 2, 5], 6), atol=2e-6)
+    for wrong, words in ((17, "dim=17 must be an integer from 1 to 16"), ("4", "truncate_dim='4' must be")):
+        put(folder, "config_sentence_transformers.json", dict(truncate_dim=wrong))
+        with pytest.raises(ValueError, match=words):
+            Embedder.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", ["score.weight", "classifier.out_proj.weight", "classifier.bias", "qa_outputs.bias"])
+def test_a_reranker_is_refused_by_one_sentence(folder, name):
+    """Its head gives scores, which are not computed."""
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {name: np.ones((1, 16), np.float32)}, folder / "model.safetensors")
+    for read in (models.load, Embedder.from_pretrained):
+        with pytest.raises(UnsupportedError, match=f"head of a classifier .tensor '{name}'"):
+            read(folder)
 
 
 def test_a_folder_that_does_not_say_its_pooling_needs_one(folder):

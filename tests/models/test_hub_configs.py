@@ -145,6 +145,7 @@ HARMLESS_IN = {  # of published models -> a value that would ask for something e
     "another dropout": ("olmoe", dict(residual_dropout=0.1, mlp_dropout=0.0, router_z_loss_coef=0.001), {}),
     "ALLaM": ("llama", dict(internal_version="7b-alpha-v2.33.0.30"), {}),
     "Llama with causal attention": ("llama", dict(is_causal=True), {}),
+    "Jina code embeddings": ("qwen2", dict(matryoshka_dims=[64], prompt_names=["q"], task_names=["nl2code"]), {}),
     "GPT-Neo with causal attention": ("gpt_neo", dict(is_causal=True), dict(is_causal=False)),
     "gte-Qwen2": ("qwen2", dict(is_causal=True), dict(is_causal=0)),
     "CodeQwen 1.5": (
@@ -274,6 +275,25 @@ def test_phi_3_5_moe_has_a_magnitude_for_short_and_one_for_long_requests():
 def test_a_config_without_model_type_says_so():
     with pytest.raises(UnsupportedError, match="has no model_type"):
         models.config_of({key: value for key, value in PUBLISHED["bert"].items() if key != "model_type"})
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "words"),
+    [
+        ("bert", dict(position_embedding_type="alibi"), "jina-embeddings-v2.*use bge-m3"),
+        ("xlm-roberta", dict(position_embedding_type="rotary"), "jina-embeddings-v3.*use bge-m3"),
+        (
+            "bert",
+            dict(position_embedding_type="relative_key"),
+            "'relative_key' is not supported; it must be 'absolute'",
+        ),
+        ("bert", dict(model_type="new", auto_map={}), "model_type='new' .* never run; use gte-modernbert-base"),
+        ("llama", dict(model_type="llama_bidirec"), "set model_type to 'llama' and is_causal to false"),
+    ],
+)
+def test_models_of_code_in_their_folders_are_refused_and_say_what_to_use(family, keys, words):
+    with pytest.raises(UnsupportedError, match=words):
+        models.config_of(PUBLISHED[family] | keys)
 
 
 GPTQ = dict(quant_method="gptq", bits=4, group_size=128, desc_act=False, sym=True)

@@ -139,3 +139,10 @@ RECURRENT = (
     "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 )  # fmt: skip
 """model_types with layers of state-space, convolution or linear attention, which have a state instead of keys."""
+GTE = "use gte-modernbert-base, bge-m3 or multilingual-e5 instead"
+CODE_OF_FOLDERS = {
+    "new": GTE, "gte": GTE, "gte_hf": GTE,  # gte v1.5, gte-multilingual, Stella 400M, Arctic M v2.0
+    "nvembed": "use e5-mistral-7b-instruct or Qwen3-Embedding instead",
+    "llama_bidirec": "its layers are those of Llama: set model_type to 'llama' and is_causal to false in config.json",
+}  # fmt: skip
+"""model_types of embedding models that their own folder's code defines -> what to use instead."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jattn.errors import UnsupportedError
 from jattn.models.config import HeadTransform, LayerConfig, ModelConfig
 from jattn.models.config_reader import ConfigReader
 from jattn.models.families.distance_bias import distance_bias_rows
@@ -20,6 +21,11 @@ from jattn.spec import AttentionSpec
 
 def bert(c: ConfigReader) -> ModelConfig:
     """A masked language model: every token attends to every other."""
+    if (model := OWN_CODE.get(str(c.get("position_embedding_type")))) is not None:
+        raise UnsupportedError(
+            f"{c.where}: position_embedding_type={c.get('position_embedding_type')!r} is that of {model}, defined by "
+            "code of its folder, which is never run; use bge-m3, gte-modernbert-base or Qwen3-Embedding instead"
+        )
     c.only("position_embedding_type", "absolute")
     c.only("is_decoder", False)
     c.ignore("num_key_value_heads")  # not a key of this family
@@ -97,6 +103,8 @@ def mpnet(c: ConfigReader) -> ModelConfig:
     return dataclasses.replace(config, layers=(layer,) * len(config.layers), head_transform=head, distance_buckets=32)
 
 
+OWN_CODE = {"alibi": "jina-embeddings-v2", "rotary": "jina-embeddings-v3"}
+"""Values of position_embedding_type that no BERT of transformers has -> the models that have them."""
 POOLER_KEYS = "fc_size", "num_attention_heads", "num_fc_layers", "size_per_head", "type"
 """Keys of Google's first BERTs. The pooler is not part of the model here, and transformers does not read them."""
 TINYBERT_KEYS = "cell", "emb_size", "pre_trained", "structure", "training"
