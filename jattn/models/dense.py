@@ -67,7 +67,9 @@ def read_dense(folder: Path, dtype: Any = None) -> DenseLayer:
         raise ValueError(f"{folder} has the tensors {', '.join(sorted(found))}; {path} asks for {', '.join(wanted)}")
     kernel, bias = (_read(checkpoint, path, name, wanted, dtype) for name in (KERNEL, BIAS))
     assert kernel is not None
-    return DenseLayer(kernel=kernel.T, bias=bias, activation=activation)
+    return DenseLayer(
+        kernel=jnp.asarray(kernel.T), bias=None if bias is None else jnp.asarray(bias), activation=activation
+    )
 
 
 def _activation(c: ConfigReader) -> str:

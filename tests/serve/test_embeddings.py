@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from jattn import Embedder, models
+from jattn.models.dense import DenseLayer
 from jattn.text import ByteTokenizer
 from tests.models import examples
 from tests.serve.running import PATIENCE, serving, wait_until
@@ -82,6 +83,18 @@ def test_dimensions_formats_and_prompts_are_honoured(served):
     raw = base64.b64decode(text["data"][0]["embedding"])
     np.testing.assert_array_equal(np.frombuffer(raw, "<f4"), np.float32(answer["data"][0]["embedding"]))
     assert answer["usage"]["prompt_tokens"] == len("q: hello")
+
+
+def test_dense_layers_decide_how_many_dimensions_there_are():
+    embedder = make_embedder(
+        dense=(DenseLayer(kernel=np.eye(32, 40, dtype=np.float32) * 2, activation="Tanh"),), dim=36
+    )
+    with serving(embedder, model_name="fake") as (_, _, url):
+        for asked, count in ({}, 36), ({"dimensions": 40}, 40), ({"dimensions": 9}, 9):
+            made = send(url, input="hello", **asked).json()["data"][0]["embedding"]
+            np.testing.assert_allclose(made, embedder.embed(["hello"], dim=count)[0], atol=2e-6)
+            assert len(made) == count
+        assert "at most 40" in refused(send(url, input="x", dimensions=41), param="dimensions")["message"]
 
 
 def test_the_openai_package_reads_the_response(served):
