@@ -93,6 +93,8 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ("opt", dict(word_embed_proj_dim=16), "word_embed_proj_dim=16 is not supported; it must be 32"),
         ("gpt_neo", dict(attention_types=[[["global"], 3]]), "attention_types=.* 'local' to each of the 2 layers"),
         ("gemma3n_text", dict(altup_active_idx=3), "altup_active_idx=3 must be an integer from 0 to 1"),
+        ("gemma3_text", dict(use_bidirectional_attention=True, is_causal=False), "is_causal=False is not supported"),
+        ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         ("phimoe", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; it must be 2"),
         ("glm4", dict(partial_rotary_factor=0.6), "7 of head_dim=12 with partial_rotary_factor=0.6, must be even"),
         ("gpt2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config=.* is not supp"),

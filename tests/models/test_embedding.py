@@ -52,6 +52,8 @@ BOTH_SIDES = {
     "gte-Qwen2": examples.DECODERS["qwen2"] | dict(is_causal=False, use_sliding_window=False),
     "qwen2 with windows": examples.DECODERS["qwen2"] | dict(is_causal=False),
     "mistral": examples.DECODERS["mistral"] | dict(is_causal=False),
+    "gemma2": examples.DECODERS["gemma2"] | dict(is_causal=False),
+    "gemma3_text": examples.DECODERS["gemma3_text"] | dict(is_causal=False),
     "gpt2": examples.FURTHER["gpt2"] | dict(is_causal=False),
     "EmbeddingGemma": GEMMA,
     "EmbeddingGemma, an even window": GEMMA | dict(sliding_window=8),

@@ -1,5 +1,6 @@
 """Gemma 1 to 3 (text): norm scales stored minus 1, scaled embeddings; from 2 on norms before and after sublayers."""
 
+from collections.abc import Callable
 from typing import Any
 
 from jattn.models.config import LayerConfig, ModelConfig
@@ -52,12 +53,9 @@ def gemma(c: ConfigReader) -> ModelConfig:
 
 
 def with_windows(
-    c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool, is_causal: bool = True
+    c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool
 ) -> ModelConfig:
-    """Every `every`-th layer is global, the others have a sliding window. ropes: (global, local).
-
-    If is_causal is false, the other layers see half of sliding_window on each side.
-    """
+    """Every `every`-th layer is global, the others have a sliding window. ropes: (global, local)."""
     c.ignore("hidden_act")  # transformers uses hidden_activation
     hidden, heads, count = c.count("hidden_size"), heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     norm, act = rms_norm(c, one_plus=True), c.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
@@ -65,11 +63,11 @@ def with_windows(
     scale = c.number("query_pre_attn_scalar", above=0) ** -0.5
     bias, norms = attention_biases(c), ResidualNorms(before=norm, after=norm)
     windows = windows_by_type(c, count, [(i + 1) % every != 0 for i in range(count)])
+    attn_type, sides = sides_of(c)
 
     def layer(window: int | None) -> LayerConfig:
-        attn_type = "decoder" if is_causal else "encoder_only"
-        sides = window if is_causal or window is None else (window // 2, window // 2)
-        spec = AttentionSpec(**heads, scale=scale, sliding_window=sides, logits_soft_cap=soft_cap, attn_type=attn_type)
+        seen = None if window is None else sides(window)
+        spec = AttentionSpec(**heads, scale=scale, sliding_window=seen, logits_soft_cap=soft_cap, attn_type=attn_type)
         rope = ropes[window is not None]
         qk = norm if qk_norm else None
         self_attn = AttentionConfig(spec=spec, hidden_size=hidden, rope=rope, qk_norm=qk, **bias)
@@ -77,6 +75,19 @@ def with_windows(
 
     final_cap = c.number("final_logit_softcapping", None, above=0)
     return model_config(c, map(layer, windows), norm, tied=True, embedding_scale=hidden**0.5, logits_soft_cap=final_cap)
+
+
+def sides_of(c: ConfigReader) -> tuple[str, Callable[[int], int | tuple[int, int]]]:
+    """The type of attention, and sliding_window -> the window.
+
+    use_bidirectional_attention (EmbeddingGemma): half of sliding_window on each side. is_causal false: all of it.
+    """
+    if c.flag("use_bidirectional_attention", False):
+        c.only("is_causal", True)  # transformers adds 1 to the window if both are given
+        return "encoder_only", lambda window: (window // 2, window // 2)
+    if not c.flag("is_causal", True):
+        return "encoder_only", lambda window: (window, window)
+    return "decoder", lambda window: window
 
 
 def gemma2(c: ConfigReader) -> ModelConfig:
@@ -88,10 +99,7 @@ def gemma2(c: ConfigReader) -> ModelConfig:
 
 
 def gemma3(c: ConfigReader) -> ModelConfig:
-    """Every sixth layer is global; local layers have their own theta; norms on q and k.
-
-    use_bidirectional_attention makes it an encoder (EmbeddingGemma).
-    """
+    """Every sixth layer is global; local layers have their own theta; norms on q and k."""
     c.only("attn_logit_softcapping")  # no implementation applies it
     size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
     local_theta, theta = theta_of(c, "rope_local_base_freq", 10000.0), theta_of(c, "rope_theta", 1e6)
@@ -99,8 +107,7 @@ def gemma3(c: ConfigReader) -> ModelConfig:
     global_rope = rope_of_layer_type(c, "full_attention", theta, size, longest, old)
     local_rope = rope_of_layer_type(c, "sliding_attention", local_theta, size, longest)
     every = c.count("sliding_window_pattern", c.count("_sliding_window_pattern", 6))
-    is_causal = not c.flag("use_bidirectional_attention", False)
-    return with_windows(c, every, (global_rope, local_rope), None, qk_norm=True, is_causal=is_causal)
+    return with_windows(c, every, (global_rope, local_rope), None, qk_norm=True)
 
 
 def gemma_tensors(config: ModelConfig) -> dict[str, TensorSource]:
