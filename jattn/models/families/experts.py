@@ -253,8 +253,8 @@ PHIMOE_MAGNITUDES = ("short_mscale", "long_mscale")
 def with_magnitudes(c: ConfigReader, rope: Rope) -> Rope:
     """The rope of phimoe: longrope with a magnitude for requests up to the trained length, and one for longer ones.
 
-    Longer requests take the long divisors, as in the code of the model's authors and in vLLM. transformers 5 gives them
-    long_mscale, but keeps the short divisors.
+    Longer requests take the long divisors, as in transformers 4 and vLLM. transformers 5 gives them long_mscale, but
+    keeps the short divisors.
     """
     if type(rope.scaling) is RopeScaling:
         return rope
