@@ -29,7 +29,7 @@ MLP_ARRAYS = 2
 """Arrays f32[T width of the MLP]."""
 HIDDEN_ARRAYS = 2
 """Arrays f32[T hidden]."""
-TABLES = ("positions", "token_types", "layer_inputs.embed")
+TABLES = ("positions", "token_types", "task_types", "layer_inputs.embed")
 """The paths of tables of which a step reads one row for each token."""
 
 

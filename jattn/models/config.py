@@ -115,6 +115,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     learned_positions: int = 0  # rows of the table of position embeddings; 0: none
     token_types: int = 0  # rows of the table of token type embeddings; 0: none
+    task_types: int = 0  # rows of the table of task embeddings, of which the first is added; 0: none
     distance_buckets: int | None = None  # rows of the stored bias of the distance: see AttentionConfig.max_distance
     layer_inputs: LayerInputs | None = None  # for layers with layer_input
     altup: AltUp | None = None  # the same as that of every layer

@@ -38,6 +38,8 @@ def embed_tokens(
         x = x + table_rows(params["token_types"], types)
     elif token_types is not None:
         raise ValueError(f"{config.family} has no token types; use token_types=None")
+    if config.task_types:
+        x = x + table_rows(params["task_types"], jnp.zeros_like(token_ids))
     x = normed(config.embedding_norm, params, "embedding_norm", x)
     return x if config.embedding_size is None else linear(params["embedding_projection"], x)
 

@@ -18,6 +18,8 @@ def weight_specs(config: ModelConfig) -> dict[str, Any]:
     }
     if config.token_types:
         tree["token_types"] = WeightSpec((config.token_types, width), (None, "embed"))
+    if config.task_types:
+        tree["task_types"] = WeightSpec((config.task_types, width), (None, "embed"))
     if config.learned_positions:
         tree["positions"] = WeightSpec((config.learned_positions, width), (None, "embed"))
     if config.embedding_size is not None:

@@ -315,6 +315,10 @@ ENCODERS = [
     varied("camembert", BERT, False, **ROBERTA),
     varied("electra", BERT, False, hidden_act=["gelu", "relu"], layer_norm_eps=[1e-12, 1e-3], type_vocab_size=[2, 3],
            embedding_size=[20, 32]),
+    varied("ernie", BERT, False, hidden_act=["gelu", "relu"], layer_norm_eps=[1e-12, 1e-3], type_vocab_size=[2, 4],
+           use_task_id=[True, False], task_type_vocab_size=[3, 5]),
+    varied("albert", BERT, False, hidden_act=["gelu_new", "relu"], layer_norm_eps=[1e-12, 1e-3],
+           type_vocab_size=[2, 3], embedding_size=[20, 32]),
     varied("mpnet", BERT, False, hidden_act=["gelu", "relu"], layer_norm_eps=[1e-12, 1e-3]),
     varied(
         "modernbert", MODERNBERT, False, local_attention=[6, 9, 128], hidden_activation=["gelu", "silu"],

@@ -327,6 +327,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         pad_token_id=0, position_embedding_type="absolute", summary_activation="gelu", summary_last_dropout=0.1,
         summary_type="first", summary_use_proj=True, type_vocab_size=2, vocab_size=30522,
     ),
+    "ernie": dict(
+        architectures=["ErnieForMaskedLM"], attention_probs_dropout_prob=0.1, hidden_act="gelu",
+        hidden_dropout_prob=0.1, hidden_size=768, initializer_range=0.02, intermediate_size=3072, layer_norm_eps=1e-05,
+        max_position_embeddings=2048, model_type="ernie", num_attention_heads=12, num_hidden_layers=12, pad_token_id=0,
+        task_type_vocab_size=3, torch_dtype="float32", transformers_version="4.22.0", type_vocab_size=4,
+        use_task_id=True, vocab_size=40000,
+    ),
+    "albert": dict(
+        architectures=["AlbertForMaskedLM"], attention_probs_dropout_prob=0, bos_token_id=2,
+        classifier_dropout_prob=0.1, down_scale_factor=1, embedding_size=128, eos_token_id=3, gap_size=0,
+        hidden_act="gelu", hidden_dropout_prob=0, hidden_size=768, initializer_range=0.02, inner_group_num=1,
+        intermediate_size=3072, layer_norm_eps=1e-12, max_position_embeddings=512, model_type="albert",
+        net_structure_type=0, num_attention_heads=12, num_hidden_groups=1, num_hidden_layers=6, num_memory_blocks=0,
+        pad_token_id=0, type_vocab_size=2, vocab_size=30000,
+    ),
     "mpnet": dict(
         architectures=["MPNetForMaskedLM"], attention_probs_dropout_prob=0.1, bos_token_id=0, eos_token_id=2,
         hidden_act="gelu", hidden_dropout_prob=0.1, hidden_size=768, intermediate_size=3072, layer_norm_eps=1e-05,

@@ -1,8 +1,9 @@
 """The supported families, by model_type of config.json."""
 
+from jattn.models.families.albert import ALBERT
 from jattn.models.families.alibi import BLOOM, MPT
 from jattn.models.families.bart import BART
-from jattn.models.families.bert import BERT, DISTILBERT, ELECTRA, MPNET, ROBERTA
+from jattn.models.families.bert import BERT, DISTILBERT, ELECTRA, ERNIE, MPNET, ROBERTA
 from jattn.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4, YOUTU
 from jattn.models.families.eurobert import EUROBERT
 from jattn.models.families.experts import (
@@ -127,6 +128,8 @@ FAMILIES: dict[str, Family] = {
     "camembert": ROBERTA,
     "mpnet": MPNET,
     "electra": ELECTRA,
+    "ernie": ERNIE,
+    "albert": ALBERT,
     "modernbert": MODERNBERT,
     "nomic_bert": NOMIC_BERT,
     "eurobert": EUROBERT,

@@ -52,6 +52,12 @@ def first_position(pad_token_id: int) -> int:
     return pad_token_id + 1
 
 
+def ernie(c: ConfigReader) -> ModelConfig:
+    """BERT that may add an embedding of the task, whose number is always 0."""
+    tasks = c.count("task_type_vocab_size", 3)
+    return dataclasses.replace(bert(c), task_types=tasks if c.flag("use_task_id", False) else 0)
+
+
 def electra(c: ConfigReader) -> ModelConfig:
     """BERT whose embeddings may be narrower than its layers. The head of its generator always has the exact GELU."""
     c.ignore("summary_type", "summary_use_proj", "summary_activation", "summary_last_dropout")
@@ -198,6 +204,18 @@ BERT = Family(
     BERT_UNUSED,
     prefix="bert.",
     defaults=EPS | dict(pad_token_id=0),
+)
+ERNIE = dataclasses.replace(
+    BERT,
+    config=ernie,
+    tensors=named_tensors(
+        embedding_names("ernie")
+        | {"task_types": "ernie.embeddings.task_type_embeddings.weight"}
+        | LAYER_NAMES
+        | BERT_HEAD,
+        "ernie.encoder.layer.{}.",
+    ),
+    prefix="ernie.",
 )
 ROBERTA = Family(
     roberta,
