@@ -3,12 +3,13 @@
 import contextlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from jattn.errors.arguments import short
 from jattn.models.files import MAX_LISTED_BYTES, is_there, read_text
+from jattn.text.bert_flags import with_bert_flags
 from jattn.text.growth import check_growth
 from jattn.text.special import SpecialTokens, read_special_tokens, tokenizer_config
 
@@ -55,16 +56,19 @@ class FolderTokenizer:
     """A tokenizer.json, read by the `tokenizers` library. Special tokens that only other files name are added.
 
     Truncation and padding are switched off, also if the file enables them: a prompt is always encoded whole.
+    config: the contents of the tokenizer_config.json beside it.
     """
 
-    def __init__(self, path: Path, special: SpecialTokens | None = None):
+    def __init__(self, path: Path, special: SpecialTokens | None = None, config: Mapping[str, Any] | None = None):
         self._library = _library()
         self._file_name = path.name
         text = read_text(path, MAX_LISTED_BYTES)
         with _as_value_errors(f"{path} is not a tokenizer that can be read"):
-            growth = check_growth(json.loads(text))  # before the library applies the rules to the file's added tokens
+            stored = json.loads(text)
+            values = with_bert_flags(stored, config or {})
+            growth = check_growth(values)  # before the library applies the rules to the file's added tokens
             self._max_characters = min(MAX_CHARACTERS, int(MAX_GROWN_CHARACTERS / growth))
-            self._inner = self._library.Tokenizer.from_str(text)
+            self._inner = self._library.Tokenizer.from_str(text if values is stored else json.dumps(values))
             self._inner.no_truncation()
             self._inner.no_padding()
         if special is not None:
@@ -100,9 +104,9 @@ class FolderTokenizer:
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The folder's tokenizer: tokenizer.json, or ByteTokenizer if tokenizer_config.json says ByT5Tokenizer."""
     directory = Path(directory)
-    if is_there(directory / "tokenizer.json"):
-        return FolderTokenizer(directory / "tokenizer.json", read_special_tokens(directory))
     config = tokenizer_config(directory)
+    if is_there(directory / "tokenizer.json"):
+        return FolderTokenizer(directory / "tokenizer.json", read_special_tokens(directory), config)
     if config.get("tokenizer_class") == "ByT5Tokenizer":
         return ByteTokenizer()
     own = "; the folder's own code, which auto_map names, is never executed" if config.get("auto_map") else ""
