@@ -178,9 +178,10 @@ def _folder_of(directory: str | Path) -> Path:
     return Path(directory)
 
 
-def load_config(directory: str | Path) -> ModelConfig:
-    """The ModelConfig of a folder, without reading tensors."""
-    return _config_and_family(_folder_of(directory))[0]
+def load_config(directory: str | Path, *, head: bool = True) -> ModelConfig:
+    """The ModelConfig of a folder, without reading tensors. head: as in `load`."""
+    config = _config_and_family(_folder_of(directory), head)[0]
+    return config if head else config.without_head()
 
 
 def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:

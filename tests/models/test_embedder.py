@@ -199,6 +199,13 @@ def test_a_dense_module_that_cannot_be_read_is_refused(folder, changes, error, w
         Embedder.from_pretrained(folder)
 
 
+def test_a_dense_module_that_does_not_fit_is_refused_before_weights_are_read(folder):
+    put_dense(folder, tensors={"linear.weight": np.ones((6, 8), np.float32)}, in_features=8, bias=False)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"dense\[0\] reads 8 dimensions, but it gets 16"):
+        Embedder.from_pretrained(folder)
+
+
 def test_a_dense_module_without_safetensors_says_what_writes_them(folder):
     put_dense(folder)
     (folder / "2_Dense/model.safetensors").rename(folder / "2_Dense/pytorch_model.bin")
