@@ -329,7 +329,7 @@ def _read_params(
 ) -> Any:
     """The tree `specs` of WeightSpecs as arrays. Missing and unknown tensors are errors; other arguments as in `load`.
 
-    unused: whether the model does not need a tensor of this name.
+    unused: whether the model does not need a tensor of this name. Weights of the same tensors are one array (ALBERT).
     """
     if dtype is not None and dtype_name("dtype", dtype) not in FLOATS:
         raise ValueError(f"dtype={dtype_name('dtype', dtype)} of weights must be None or one of {', '.join(FLOATS)}")
@@ -338,29 +338,32 @@ def _read_params(
     _check_names(checkpoint, table, by_path, unused)
     place_of: Callable[..., Any] = sharding if callable(sharding) else lambda path, spec: sharding
     begun, copying = _jax_context(), threading.Lock()
+    firsts: dict[Any, str] = {}  # the first path of each weight
+    first_of = {path: firsts.setdefault((table[path].names, table[path].make), path) for path in by_path}
+    own = {path: spec for path, spec in by_path.items() if first_of[path] == path}
 
     def read(path: str, spec: WeightSpec) -> Any:
         with begun():
             return _read_weight(checkpoint, table[path], path, spec, dtype, place_of(path, spec), copying)
 
-    arrays = []
+    arrays: dict[str, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jattn-load") as pool:
         # one thread: `quantised` needs memory for one weight, and read-ahead weights would wait in memory
         many = map if quantization is not None else pool.map
-        weights = many(read, by_path, by_path.values())
+        weights = many(read, own, own.values())
         try:
-            for done, path in enumerate(by_path):
+            for done, path in enumerate(own):
                 if progress is not None:
-                    progress(done, len(by_path), path)
+                    progress(done, len(own), path)
                 array = next(weights)
                 if quantization is not None:
                     array = quantised(path, array, quantization)
                     array = placed(array, place_of(path, by_path[path])) if is_quantised(array) else array
-                arrays.append(array)
+                arrays[path] = array
         except BaseException:  # an error or Ctrl-C: do not read the rest first
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return jax.tree.unflatten(structure, arrays)
+    return jax.tree.unflatten(structure, [arrays[first_of[path]] for path in by_path])
 
 
 def _jax_context() -> Callable[[], contextlib.AbstractContextManager]:

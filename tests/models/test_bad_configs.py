@@ -96,6 +96,7 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ("gemma3_text", dict(use_bidirectional_attention=True, is_causal=False), "is_causal=False is not supported"),
         ("gemma2", dict(use_bidirectional_attention=True), "use_bidirectional_attention=True is not supported"),
         ("albert", dict(num_hidden_groups=2), "num_hidden_groups=2 is not supported; it must be 1"),
+        ("albert", dict(num_hidden_layers=129), "num_hidden_layers=129 must be an integer from 1 to 128"),
         ("albert", dict(inner_group_num=2), "inner_group_num=2 is not supported; it must be 1"),
         ("ernie", dict(use_task_id=1), "use_task_id=1 must be true or false"),
         ("phimoe", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; it must be 2"),

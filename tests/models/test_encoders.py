@@ -122,6 +122,17 @@ def test_a_folder_without_a_head_gives_their_last_hidden_states(row, tmp_path):
         models.load(tmp_path)
 
 
+def test_layers_that_share_their_tensors_share_their_arrays(tmp_path):
+    """12 layers of ALBERT need the memory of one."""
+    row = options.BY_NAME["albert"]
+    written(dataclasses.replace(row, base=row.base | dict(num_hidden_layers=12)), 0, transformers.AutoModel, tmp_path)
+    told = []
+    _, params = models.load(tmp_path, head=False, progress=lambda done, total, path: told.append((done, total)))
+    leaves = jax.tree.leaves(params["layers"])
+    assert len(leaves) == 12 * 16 and len(set(map(id, leaves))) == 16
+    assert told[-1] == (len(told) - 1, len(told))
+
+
 def test_the_names_of_the_first_berts_layer_norms_are_known(tmp_path):
     """Those converted from TensorFlow have gamma and beta."""
     written(options.ENCODERS[0], 0, transformers.AutoModelForMaskedLM, tmp_path)

@@ -75,8 +75,9 @@ def test_the_layers_are_counted_as_they_are_listed(name):
     values = examples.ALL[name]
     config, family = models.config_of(values), FAMILIES[values["model_type"]]
     listed = {name for source in family.tensors(config).values() for name in source.names}
-    shared = re.compile(r"relative_attention_bias|^encoder\.")  # by all layers; of an encoder beside the decoder
-    of_layer = re.compile(r"(?<!encoder\.)(layers?|h|blocks)\.\d+\.|(berta?|mpnet|electra)\.encoder")
+    # by all layers; of an encoder beside the decoder
+    shared = re.compile(r"relative_attention_bias|^encoder\.|albert\.encoder")
+    of_layer = re.compile(r"(?<!encoder\.)(layers?|h|blocks)\.\d+\.|(berta?|mpnet|electra|ernie)\.encoder")
     inside = {name for name in listed if of_layer.search(name) and not shared.search(name)}
     of_pairs = [n for n in inside if config.family == "longcat_flash" and re.search(r"mlp\.(experts|router)\.", n)]
     assert count_layer_tensors(config, family.tensors) == len(inside) - len(of_pairs) // 2  # each counts as a half

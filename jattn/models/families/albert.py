@@ -10,12 +10,15 @@ from jattn.models.tensor_names import named_tensors
 
 UNUSED_KEYS = ("net_structure_type", "gap_size", "num_memory_blocks", "down_scale_factor", "classifier_dropout_prob")
 """Keys of Google's releases that transformers does not read."""
+MOST_LAYERS = 128
+"""Published ones have up to 24. The number of tensors does not limit them, as it does in other families."""
 
 
 def albert(c: ConfigReader) -> ModelConfig:
     """Every layer has the weights of the one group of one layer."""
     c.only("num_hidden_groups", 1)
     c.only("inner_group_num", 1)
+    c.count("num_hidden_layers", high=MOST_LAYERS)
     c.ignore(*UNUSED_KEYS)
     return dataclasses.replace(bert(c), embedding_size=c.count("embedding_size"))
 
