@@ -15,14 +15,14 @@ TRAINED = 20
 LONGROPE = dict(
     rope_type="longrope", rope_theta=100.0, short_factor=[1.0, 1.25, 1.5, 2.0], long_factor=[2.0, 3.0, 5.0, 8.0]
 )
+PHIMOE = dict(short_mscale=1.1, long_mscale=1.4, original_max_position_embeddings=TRAINED)
 EXAMPLES = {
     "longrope": Example(
         "phi3", dict(rope_parameters=LONGROPE, original_max_position_embeddings=TRAINED, eos_token_id=None)
     ),
     "phimoe": Example(
         "phimoe",
-        dict(rope_parameters=LONGROPE | dict(short_mscale=1.1, long_mscale=1.4), eos_token_id=None,
-             original_max_position_embeddings=TRAINED, num_local_experts=4, num_experts_per_tok=2),
+        dict(rope_parameters=LONGROPE | PHIMOE, eos_token_id=None, num_local_experts=4, num_experts_per_tok=2),
     ),
     "dynamic": Example(
         "llama",
