@@ -38,19 +38,23 @@ SHAPES = {  # inputs, outputs of each matrix
     "1b_gate_up": (2048, (8192, 8192)),
     "1b_o": (2048, (2048,)),
 }
-FORMS = {  # format, group, dtype of the scales, zero points
-    "int4_g64": ("int4", 64, "bfloat16", False),
-    "awq_g128": ("int4", 128, "float16", True),
-    "int4_g32": ("int4", 32, "bfloat16", False),
-    "mxfp4": ("fp4", 32, "bfloat16", False),
-    "int8": ("int8", None, "float32", False),
-    "fp8_g128": ("fp8", 128, "float32", False),
+FORMS = {  # format, group, dtype of the scales, zero points, dtype of x
+    "int4_g64": ("int4", 64, "bfloat16", False, "bfloat16"),
+    "awq_g128": ("int4", 128, "float16", True, "bfloat16"),
+    "int4_g32": ("int4", 32, "bfloat16", False, "bfloat16"),
+    "mxfp4": ("fp4", 32, "bfloat16", False, "bfloat16"),
+    "int8": ("int8", None, "float32", False, "bfloat16"),
+    "fp8_g128": ("fp8", 128, "float32", False, "bfloat16"),
+    "awq_g128_float16": ("int4", 128, "float16", True, "float16"),
+    "mxfp4_float16": ("fp4", 32, "bfloat16", False, "float16"),
+    "int8_float16": ("int8", None, "float32", False, "float16"),
+    "fp8_g128_float16": ("fp8", 128, "float32", False, "float16"),
 }
 
 
 def draw(form: str, inner: int, width: int, seed: int) -> QuantisedArray:
     """Random codes."""
-    format, group, scales, has_zeros = FORMS[form]
+    format, group, scales, has_zeros, dtype = FORMS[form]
     group, keys = group or inner, jax.random.split(jax.random.key(seed), 3)
     if FORMATS[format].bits == 4:
         values = jax.random.bits(keys[0], (inner // 8, width), jnp.uint32)
@@ -61,7 +65,7 @@ def draw(form: str, inner: int, width: int, seed: int) -> QuantisedArray:
     factor = jax.random.uniform(keys[1], (inner // group, width), minval=0.5, maxval=1.5) / FORMATS[format].largest
     zeros = jax.random.randint(keys[2], factor.shape, -8, 8, jnp.int8) if has_zeros else None
     return QuantisedArray(
-        values=values, scales=factor.astype(scales), zero_points=zeros, format=format, dtype=np.dtype(jnp.bfloat16)
+        values=values, scales=factor.astype(scales), zero_points=zeros, format=format, dtype=jnp.dtype(dtype)
     )
 
 
@@ -113,7 +117,7 @@ def inputs(shape: str, form: str, rows: int) -> tuple:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(one))
     more = max(2, int(-(-COLD_BYTES // size)))
     groups = [one, *(jax.tree.map(jnp.copy, one) for _ in range(more - 1))]
-    return jax.random.normal(jax.random.key(9), (rows, inner), jnp.bfloat16), groups, size
+    return jax.random.normal(jax.random.key(9), (rows, inner), FORMS[form][-1]), groups, size
 
 
 @functools.cache
@@ -215,9 +219,11 @@ def jobs_of():
     eight = list(SHAPES)[:4]
     measured = [(shape, "int4_g64", rows) for rows in (1, 16, 4) for shape in eight]
     tuned = [(shape, "int4_g64", rows) for rows in (64, 16, 1) for shape in eight]
-    more = [("8b_gate_up", form, rows) for rows in (1, 16) for form in list(FORMS)[1:]]
+    of_bf16, of_float16 = ([form for form in FORMS if form.endswith("float16") == is_half] for is_half in range(2))
+    more = [("8b_gate_up", form, rows) for rows in (1, 16) for form in of_bf16[1:]]
     more += [(shape, "int4_g64", rows) for rows in (1, 16) for shape in list(SHAPES)[4:]]
-    more += [("8b_down", form, rows) for rows in (8, 100) for form in FORMS] + [("8b_gate_up", "int4_g64", 8)]
+    more += [(shape, form, rows) for rows in (1, 64, 8) for shape in ("8b_gate_up", "8b_down") for form in of_float16]
+    more += [("8b_down", form, rows) for rows in (8, 100) for form in of_bf16] + [("8b_gate_up", "int4_g64", 8)]
     more += [(shape, "int4_g64", rows) for rows in (32, 64, 96, 128, 256) for shape in eight]
     more += [(shape, form, rows) for form in ("fp8_g128", "int8") for rows in (1, 16, 64) for shape in eight]
     case = lambda part, work, of: (named(part, *of), functools.partial(work, *of))

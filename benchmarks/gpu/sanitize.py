@@ -102,7 +102,7 @@ def product_of_many_rows(gated: bool) -> dict:
 def packed(form: str, rows: int) -> dict:
     """Some rows times a small packed matrix. 8 are multiplied by mma.sync, 70 by wgmma, in two tiles."""
     group = (packed_product.draw(form, 1024, 1024, 0),)
-    x = jax.random.normal(jax.random.key(9), (rows, 1024), jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(9), (rows, 1024), packed_product.FORMS[form][-1])
     error = packed_product.error(packed_product.ours(x, [group])[0], x, group)
     kernel = product._choose(x, group, x.dtype).name
     return dict(error=error, kernel=kernel, ok=error < 2.0**-8 * 5 and kernel == "gpu_packed")

@@ -46,12 +46,12 @@ def _gpu_config(x: jax.Array, kernel: QuantisedArray) -> packed_product_config.P
     processors, (experts, inner, width), rows = device.processors(), kernel.shape, x.shape[0]
     if device.detect().platform != "gpu" or processors is None or is_partitioned() or kernel.axis != -2:
         return None
-    if x.dtype != jnp.bfloat16 or rows > experts * GPU_ROWS_OF_EXPERT:
+    if x.dtype not in (jnp.bfloat16, jnp.float16) or rows > experts * GPU_ROWS_OF_EXPERT:
         return None
     return packed_product_config.choose(
         processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), format=kernel.format,
         group=kernel.group_size, scale_dtype=jnp.dtype(kernel.scales.dtype).name, dtype=x.dtype.name,
-        has_zeros=kernel.zero_points is not None, experts=experts,
+        x_dtype=x.dtype.name, has_zeros=kernel.zero_points is not None, experts=experts,
     )  # fmt: skip
 
 

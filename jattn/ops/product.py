@@ -191,7 +191,7 @@ def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
     first, processors = kernels[0], device.processors()
     if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2:
         return None
-    if x.ndim != 2 or x.shape[0] < 1 or x.dtype != jnp.bfloat16:
+    if x.ndim != 2 or x.shape[0] < 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
         return None
     if not all(kernel.ndim == 2 and _form(kernel) == _form(first) for kernel in kernels):
         return None
@@ -200,7 +200,7 @@ def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
         chip=device.detect().generation, rows=rows, inner=inner, format=first.format,
         widths=tuple(kernel.shape[-1] for kernel in kernels), group=first.group_size,
         scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
-        dtype=jnp.dtype(dtype).name,
+        dtype=jnp.dtype(dtype).name, x_dtype=x.dtype.name,
     )  # fmt: skip
     is_few = rows <= packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]
     of_few_rows = packed_product_config.choose if is_few else lambda processors, **fields: None

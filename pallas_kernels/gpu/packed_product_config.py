@@ -33,6 +33,12 @@ class PackedConfig:
     scale_dtype: str
     has_zeros: bool = False
     dtype: str = "float32"  # of y
+    x_dtype: str = "bfloat16"
+
+    @property
+    def element(self) -> str:
+        """The dtype of what is multiplied."""
+        return self.x_dtype
 
     @property
     def strip(self) -> int:
@@ -142,19 +148,19 @@ class PackedProductConfig(PackedConfig):
         return self.has_zeros or self.format == "int4"
 
     @property
-    def is_half(self) -> bool:
-        """Are codes and rows multiplied as float16? One instruction decodes two of fp8 to it, and five to bfloat16."""
-        return self.format == "fp8"
+    def element(self) -> str:
+        """The dtype of what is multiplied. One instruction decodes two codes of fp8 to float16, five to bfloat16."""
+        return "float16" if self.format == "fp8" else self.x_dtype
 
     @property
-    def element(self) -> str:
-        """The dtype of what mma multiplies."""
-        return "float16" if self.is_half else "bfloat16"
+    def becomes_float16(self) -> bool:
+        """Are rows of bfloat16 multiplied as float16, which has fewer exponents?"""
+        return self.x_dtype != self.element
 
     @property
     def has_numbers(self) -> bool:
         """Has each run of a row a number (packed_rows_sm90.py)?"""
-        return self.is_half or self.has_offset
+        return self.becomes_float16 or self.has_offset
 
     @property
     def row_start(self) -> int:
@@ -173,6 +179,7 @@ def refuse_types(config: PackedConfig, reasons: Reasons) -> None:
     c, refuse = config, reasons.refuse
     refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
     refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
+    refuse(c.x_dtype not in ("bfloat16", "float16"), f"rows {c.x_dtype}: wanted floats of 16 bits")
     refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
 
 

@@ -3,8 +3,8 @@
     y[token, column] = sum over groups of  scale[group, column] * sum over its inputs of  x[token, input] * code
 
 The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, `depth` steps before it uses them;
-the rows of x are in shared memory (packed_rows_sm90.py). It turns the codes into bfloat16 in registers, those of fp8
-into float16 (packed_codes_sm90.py), in which they are exact, and multiplies them with mma.m16n8k16: its rows are
+the rows of x are in shared memory (packed_rows_sm90.py). It turns the codes into the dtype of x in registers, those of
+fp8 into float16 (packed_codes_sm90.py), in which they are exact, and multiplies them with mma.m16n8k16: its rows are
 columns of w, its columns tokens. A product does not depend on the order of its inner dimension, so that a thread
 (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
 
@@ -39,7 +39,7 @@ from pallas_kernels.gpu.packed_sums_sm90 import Packed, load_words, place_of
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
 def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedProductConfig, tiles=None) -> tuple:
-    """y [T, width] for each matrix. x bf16[T, inner]; tiles: i32[config.tiles, 3] with experts, else None."""
+    """y [T, width] for each matrix. x [T, inner] of 16 bits; tiles: i32[config.tiles, 3] with experts, else None."""
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
@@ -291,7 +291,7 @@ def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
                         tiles[n] = ptx.mma(a, xs[b][n][2 * s : 2 * s + 2], tiles[n], cfg.element)
         if cfg.has_zeros:
             sums = _without_offsets(cfg, sums, numbers[run], zeros[run])
-        if cfg.is_half:
+        if cfg.becomes_float16:
             sums = _each(sums, lambda i, n, e, m, run=run, sums=sums: arith.mulf(sums[m][n][e], numbers[run][n][e % 2]))
         acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run])
     return acc
@@ -304,28 +304,32 @@ def _each(acc, function) -> list:
 
 
 def _without_offsets(cfg: PackedProductConfig, sums, of_inputs, zeros) -> list:
-    """sums - (offset of the format + zero point of the column) * sum of the row's inputs."""
-    offset = ptx.f32(-codes.offset(cfg.format))
-    offsets = [arith.subf(offset, ptx.float_of_byte(zeros[i // 4], i % 4)) for i in range(cfg.columns)]
+    """sums - (offset of the format + its factor times the zero point of the column) * sum of the row's inputs."""
+    offset, factor = ptx.f32(-codes.offset(cfg.format, cfg.element)), ptx.f32(-codes.factor(cfg.format, cfg.element))
+    zero = lambda i: ptx.float_of_byte(zeros[i // 4], i % 4)
+    offsets = [ptx.fma(zero(i), factor, offset) for i in range(cfg.columns)]
     return _each(sums, lambda i, n, e, m: ptx.fma(offsets[i], of_inputs[n][e % 2], sums[m][n][e]))
 
 
 def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
-    """acc + scales * sums."""
+    """acc + scales * sums / the factor of the format."""
+    shrink = 1.0 / codes.factor(cfg.format, cfg.element)
+    if words is None and not cfg.has_numbers:
+        return sums
     if words is None:
-        return _each(sums, lambda i, n, e, m: arith.addf(acc[m][n][e], sums[m][n][e])) if cfg.has_numbers else sums
+        return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], ptx.f32(shrink), acc[m][n][e]))
     factors = [packed_sums.scale_number(cfg.scale_dtype, words, i) for i in range(cfg.columns)]
+    factors = factors if shrink == 1.0 else [arith.mulf(x, ptx.f32(shrink)) for x in factors]
     return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 
 
 def _pairs(cfg: PackedProductConfig, words) -> list:
     """[column of the thread][4] pairs of a block's 8 inputs."""
     if BITS[cfg.format] == 4:
-        return [codes.pairs_of_word(cfg.format, word) for word in words]
+        return [codes.pairs_of_word(cfg.format, word, cfg.element) for word in words]
     rows_of = lambda j, i: (words[2 * j][i // 4], words[2 * j + 1][i // 4], i % 4)
-    if not cfg.is_half:
-        return [[codes.pair_of_bytes(cfg.format, *rows_of(j, i)) for j in range(4)] for i in range(cfg.columns)]
-    twos = [[codes.halves_of_bytes(*rows_of(j, i)) for j in range(4)] for i in range(0, cfg.columns, 2)]
+    decode = lambda j, i: codes.pairs_of_bytes(cfg.format, *rows_of(j, i), cfg.element)
+    twos = [[decode(j, i) for j in range(4)] for i in range(0, cfg.columns, 2)]
     return [[pairs[k] for pairs in two] for two in twos for k in range(2)]
 
 

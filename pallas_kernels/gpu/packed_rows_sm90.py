@@ -2,11 +2,11 @@
 
 A run is what shares scales in a step. Its number, as f32, is
 
-    fp8       the power of two by which its sums are multiplied. Codes become float16, and so do the rows: a run's
-              inputs are divided by that power, so that the largest is just below 2 ** 15. float16 then holds every
-              input above 2 ** -29 of it exactly
-    offsets   the sum of its inputs, if the numbers of codes are too large by an offset; times minus the offset where
-              there are no zero points
+    a power   of two by which its sums are multiplied, where rows of bfloat16 become float16: a run's inputs are divided
+              by it, so that the largest is just below 2 ** 15. float16 then holds every input above 2 ** -29 of it
+              exactly
+    a sum     of its inputs, where the numbers of codes are too large by an offset; times minus the offset where there
+              are no zero points
 """
 
 from jax._src.lib.mlir.dialects import arith
@@ -41,7 +41,7 @@ def copy(cfg: PackedProductConfig, here, base, begin, loop) -> None:
             loaded.append((row, piece, is_used, words))
         for row, piece, is_used, words in loaded:
             number = None
-            if cfg.is_half:
+            if cfg.becomes_float16:
                 words, number = _halves(cfg, words)
             elif cfg.has_offset:
                 number = _sum_of_inputs(cfg, words)
@@ -76,13 +76,14 @@ def _halves(cfg: PackedProductConfig, words) -> tuple:
 
 
 def _sum_of_inputs(cfg: PackedProductConfig, words):
-    floats = [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+    of_word = ptx.float_of_bf16 if cfg.x_dtype == "bfloat16" else ptx.float_of_f16
+    floats = [of_word(word, half) for word in words for half in range(2)]
     while len(floats) > 1:
         floats = [arith.addf(floats[i], floats[i + 1]) for i in range(0, len(floats), 2)]
     total = floats[0]
     for distance in _distances(cfg):
         total = arith.addf(total, ptx.shuffle_xor(total, distance))
-    return total if cfg.has_zeros else arith.mulf(total, ptx.f32(-codes.offset(cfg.format)))
+    return total if cfg.has_zeros else arith.mulf(total, ptx.f32(-codes.offset(cfg.format, cfg.element)))
 
 
 def _store_number(cfg: PackedProductConfig, base, row, piece, is_used, number):

@@ -26,7 +26,7 @@ def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int =
     """ValueError unless the arrays have the shapes and dtypes of the config: a kernel would read beyond their ends."""
     lead, groups, is_four = (experts,) if experts else (), cfg.inner // cfg.group, BITS[cfg.format] == 4
     codes, rows = {"int8": "int8", "fp8": "uint8"}.get(cfg.format, "uint32"), cfg.inner // 8 if is_four else cfg.inner
-    wanted = [("x", x, (cfg.rows, cfg.inner), "bfloat16")]
+    wanted = [("x", x, (cfg.rows, cfg.inner), cfg.x_dtype)]
     for width, (values, scales, zero_points) in zip(cfg.widths, matrices, strict=True):
         wanted += [("values", values, (*lead, rows, width), codes)]
         wanted += [("scales", scales, (*lead, groups, width), cfg.scale_dtype)]

@@ -6,9 +6,9 @@ Columns of w are the rows of wgmma, and tokens its columns:
 
 The inner dimension is cut into chunks of `depth` inputs. TMA copies the codes, scales and rows of x of a chunk to a
 stage, a part of shared memory. The stages are a ring: as many chunks are on their way as there are stages. A warpgroup
-turns the codes of its 64 columns into bfloat16 in registers, in which they are exact: the first operand of wgmma. While
-one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4, t = lane % 4)
-has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in float32 at
+turns the codes of its 64 columns into the dtype of x in registers, in which they are exact: the first operand of
+wgmma. While one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4,
+t = lane % 4) has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in float32 at
 the end of each group. A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the registers
 for it: codes are then decoded once for twice as many rows.
 
@@ -39,7 +39,7 @@ _WGMMA = plgpu.Layout.WGMMA
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
 def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...], config: PackedWgmmaConfig) -> tuple:
-    """y [T, width] for each matrix. x bf16[T, inner]."""
+    """y [T, width] for each matrix. x [T, inner] of 16 bits."""
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
@@ -84,7 +84,7 @@ def _shared(cfg: PackedWgmmaConfig) -> dict:
     tile = lambda name, *shape, dtype: plgpu.SMEM(shape, dtype, transforms=_transforms(cfg, name))
     found = dict(
         values=tile("values", cfg.stages, cfg.value_rows, cfg.strip, dtype=value),
-        tokens=tile("tokens", cfg.stages, cfg.tile_rows, cfg.depth, dtype=jnp.bfloat16),
+        tokens=tile("tokens", cfg.stages, cfg.tile_rows, cfg.depth, dtype=jnp.dtype(cfg.x_dtype)),
         full=plgpu.Barrier(num_arrivals=cfg.copies, num_barriers=cfg.stages),
         free=plgpu.Barrier(num_arrivals=cfg.warpgroups, num_barriers=cfg.stages),
     )
@@ -188,25 +188,24 @@ def _first_column(wg):
 
 
 def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
-    """bf16 [64 columns, span]: the numbers of this warpgroup's codes, less their zero points, of a span of a stage."""
+    """The numbers of this warpgroup's codes, less their zero points, of a span of a stage: [64 columns, span]."""
     is_four = BITS[cfg.format] == 4
     kinds = [_ref_type(cfg, "values"), ptx.SCALAR]
-    shape = (COLUMNS, cfg.span)
+    shape, element = (COLUMNS, cfg.span), jnp.dtype(cfg.element)
 
     @plgpu.inline_mgpu(
         arg_types=(*kinds, *([plgpu.RefType()] if cfg.zero_rows else [])),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, _WGMMA),
+        return_type=plgpu.ShapeDtypeStruct(shape, element, _WGMMA),
     )
     def decode(ctx, values, wg, *zeros):
         column = _first_column(wg)
-        offsets = _zero_pairs(zeros[0], column) if zeros else None
+        offsets = _zero_pairs(cfg, zeros[0], column) if zeros else None
         read = _words_of_4_bits(cfg, values, column, span) if is_four else _words_of_8_bits(cfg, values, column, span)
-        element = utils.dtype_to_ir_type(jnp.dtype(jnp.bfloat16))
-        words = []
-        for second, place in rows.pair_places(rows.empty_fragment(shape, _WGMMA, element)):
+        kind, words = utils.dtype_to_ir_type(element), []
+        for second, place in rows.pair_places(rows.empty_fragment(shape, _WGMMA, kind)):
             word = read(place // 8, second)
-            words.append(codes.subtract(word, offsets[second]) if offsets else word)
-        return rows.fragment_of_words(shape, element, words)
+            words.append(codes.subtract(word, offsets[second], cfg.element) if offsets else word)
+        return rows.fragment_of_words(shape, kind, words)
 
     return decode(values, wg, *([zeros] if cfg.zero_rows else []))
 
@@ -220,7 +219,7 @@ def _words_of_4_bits(cfg: PackedWgmmaConfig, values, column, span: int):
         if eight not in loaded:
             offset = 4 * cfg.strip * (span * cfg.span // 8 + eight)
             both = ptx.asm_values(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", "=r,=r,r", 2, place)
-            loaded[eight] = [codes.pair_of_word(cfg.format, word, t) for word in both]
+            loaded[eight] = [codes.pair_of_word(cfg.format, word, t, cfg.element) for word in both]
         return loaded[eight][second]
 
     return read
@@ -237,17 +236,18 @@ def _words_of_8_bits(cfg: PackedWgmmaConfig, values, column, span: int):
         if eight not in loaded:
             offset = cfg.strip * (span * cfg.span + 8 * eight)
             text = f"ld.shared.u16 $0, [$1+{offset}];"
-            loaded[eight] = [ptx.asm_value(text, "=r,r", place) for place in places]
-        return codes.pair_of_bytes(cfg.format, *loaded[eight], second)
+            two = [ptx.asm_value(text, "=r,r", place) for place in places]
+            loaded[eight] = codes.pairs_of_bytes(cfg.format, *two, 0, cfg.element)
+        return loaded[eight][second]
 
     return read
 
 
-def _zero_pairs(zeros, column) -> list:
+def _zero_pairs(cfg: PackedWgmmaConfig, zeros, column) -> list:
     """The zero point of each of the two columns, twice in a word."""
     word = ptx.asm_value("ld.shared.u16 $0, [$1];", "=r,r", ptx.add(ptx.pointer(zeros, 3), column))
     floats = [ptx.float_of_byte(word, i) for i in range(2)]
-    return [ptx.pack_16bit(x, x, "bfloat16") for x in floats]
+    return [ptx.pack_16bit(x, x, cfg.element) for x in floats]
 
 
 def scales_of_columns(cfg: PackedWgmmaConfig, scales, wg):

@@ -471,7 +471,7 @@ def _decoded_columns(closure, values, wg, *zeros):
         numbers = values[first : first + cfg.span, columns]
         numbers = numbers.view(jax.numpy.float8_e4m3fn) if cfg.format == "fp8" else numbers
     numbers = numbers.astype(np.float32) - (zeros[0].astype(np.float32)[columns] if zeros else 0)
-    exact = numbers.T.astype(jax.numpy.dtype(jax.numpy.bfloat16))
+    exact = numbers.T.astype(jax.numpy.dtype(cfg.element))
     assert (exact.astype(np.float32) == numbers.T).all()
     return (exact,)
 

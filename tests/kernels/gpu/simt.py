@@ -196,10 +196,11 @@ class Machine:
             return [(x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16))).view(np.float32)]
         if kind[0] == "shl":
             return [(x[0].view(np.uint32) << np.uint32(int(rest.split(",")[2]))).view(np.float32)]
-        if kind[-1] == "bf16x2":
-            a, b = (np.ascontiguousarray(word).view(HALF["bf16"]).astype(np.float32) for word in x)
-            exact = {"add": a + b, "sub": a - b, "mul": a * b}[kind[0]]
-            return [exact.astype(HALF["bf16"]).view(np.uint32)]
+        if kind[-1] in ("bf16x2", "f16x2") and kind[0] in ("add", "sub", "mul"):
+            half = HALF[kind[-1][:-2]]
+            a, b = (np.ascontiguousarray(word).view(half).astype(np.float32) for word in x)
+            exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[kind[0]](a, b)
+            return [exact.astype(half).view(np.uint32)]
         if kind[0] == "lop3":  # (a & mask) | c
             assert rest.endswith("0xea")
             return [x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16)) | x[1].view(np.uint32)]

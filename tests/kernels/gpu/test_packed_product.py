@@ -39,6 +39,15 @@ CASES = {
     "two tiles of 32 rows": dict(format="int4", group=32, scale_dtype="bfloat16", depth=2, rows=59, splits=2),
     "fp8, two tiles of 24 rows": dict(format="fp8", group=64, scale_dtype="float32", rows=41),
     "one group of 4 bits": dict(format="int4", group=256, scale_dtype="bfloat16", has_zeros=True),
+    "AWQ of float16": dict(
+        format="int4", group=128, scale_dtype="float16", has_zeros=True, unroll=2, depth=2, x_dtype="float16"
+    ),
+    "one group of float16": dict(format="int4", group=256, scale_dtype="float32", x_dtype="float16", splits=2),
+    "MXFP4 of float16": dict(format="fp4", group=32, scale_dtype="bfloat16", rows=13, x_dtype="float16"),
+    "GPTQ of 8 bits, float16": dict(format="int8", group=64, scale_dtype="float16", has_zeros=True, x_dtype="float16"),
+    "int8 of float16": dict(format="int8", group=256, scale_dtype="float32", unroll=2, x_dtype="float16"),
+    "fp8 of float16": dict(format="fp8", group=128, scale_dtype="float32", rows=11, x_dtype="float16"),
+    "one scale of fp8, float16": dict(format="fp8", group=256, scale_dtype="float32", x_dtype="float16"),
     "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
 }
 TILES = [(2, 0, 7), (0, 7, 13), (1, 20, 0)]  # (expert, first row, rows)
@@ -137,7 +146,7 @@ def test_every_thread_on_the_model_of_ptx_is_the_product(name):
     cfg = PackedProductConfig(**fields)
     assert not supports(cfg)
     rng = np.random.default_rng(7)
-    x = rng.normal(size=(cfg.rows, cfg.inner)).astype(ml_dtypes.bfloat16)
+    x = rng.normal(size=(cfg.rows, cfg.inner)).astype(cfg.x_dtype)
     weights, exact = [], []
     for width in cfg.widths:
         some = [
@@ -187,6 +196,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
         (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
         (dict(dtype="int8"), "results int8: wanted floats"),
+        (dict(x_dtype="float32"), "rows float32: wanted floats of 16 bits"),
         (dict(across=1, along=4, splits=8), "32 parts of 8 steps"),
         (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
     ],
@@ -202,7 +212,10 @@ def test_what_is_not_served_is_refused_with_its_reason(change, reason):
 @pytest.mark.parametrize("name", CASES)
 def test_it_lowers_for_cuda(name):
     config = PackedProductConfig(**dict(rows=3, inner=256, widths=(160, 32)) | CASES[name])
-    x, lead = jax.ShapeDtypeStruct((config.rows, 256), jnp.bfloat16), (config.experts,) if config.experts else ()
+    x, lead = (
+        jax.ShapeDtypeStruct((config.rows, 256), jnp.dtype(config.x_dtype)),
+        (config.experts,) if config.experts else (),
+    )
 
     def matrix(width):
         one = drawn(config.format, 256, width, config.group, zeros=config.has_zeros, scales=config.scale_dtype)[0]

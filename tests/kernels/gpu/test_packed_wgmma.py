@@ -44,6 +44,12 @@ CASES = {
     "MXFP4, 200 rows in two wide tiles": dict(
         format="fp4", group=32, scale_dtype="bfloat16", rows=200, most_rows=128, depth=64, stages=5
     ),
+    "AWQ of float16": dict(
+        format="int4", group=128, scale_dtype="float16", has_zeros=True, dtype="float16", x_dtype="float16"
+    ),
+    "MXFP4 of float16": dict(format="fp4", group=32, scale_dtype="bfloat16", depth=64, stages=5, x_dtype="float16"),
+    "int8 of float16": dict(format="int8", group=512, scale_dtype="float32", rows=64, x_dtype="float16"),
+    "fp8 of float16": dict(format="fp8", group=128, scale_dtype="float32", rows=70, most_rows=128, x_dtype="float16"),
     "fp8 blocks": dict(format="fp8", group=256, scale_dtype="float32", rows=33, widths=(512, 256), warpgroups=4),
 }
 
@@ -67,7 +73,7 @@ def test_is_the_product(name):
     from tests.kernels.gpu.interpreter import interpreted
 
     config = config_of(name)
-    x = jnp.asarray(np.random.default_rng(3).normal(size=(config.rows, 512)), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(config.rows, 512)), config.x_dtype)
     matrices, exact = [], []
     for width in config.widths:
         weight, numbers = drawn_for(config, width)
@@ -77,7 +83,8 @@ def test_is_the_product(name):
         found = kernel.packed_product_wgmma(x, tuple(matrices), config)
     for y, numbers in zip(found, exact, strict=True):
         wanted = np.asarray(x, np.float64) @ numbers
-        rounding = 2.0**-8 * np.abs(wanted).max() if config.dtype == "bfloat16" else 1e-5 * wanted.std()
+        bits = {"bfloat16": 8, "float16": 11}.get(config.dtype)
+        rounding = 1e-5 * wanted.std() if bits is None else 2.0**-bits * np.abs(wanted).max()
         assert np.abs(np.asarray(y, np.float64) - wanted).max() <= rounding
 
 
@@ -95,7 +102,8 @@ def column_of(row):
 
 def on_model(machine: Machine):
     """The kernel's functions run thread by thread."""
-    return emulated(kernel, machine), mock.patch.object(codes, "arith", Arith)
+    decode_word = lambda source, target: f"decode {source} {target}"
+    return emulated(kernel, machine), mock.patch.multiple(codes, arith=Arith, decode_word=decode_word)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,7 +129,7 @@ def test_every_thread_decodes_its_columns(name):
         scale = np.asarray(weight.scales, np.float64)[group]
         places = rows.pair_places(Fragment((64, config.span), kernel._WGMMA))
         for (second, place), word in zip(places, found.registers.flat, strict=True):
-            pair = np.ascontiguousarray(word).view(ml_dtypes.bfloat16).reshape(-1, 2)
+            pair = np.ascontiguousarray(word).view(config.element).reshape(-1, 2)
             column = 64 * wg + column_of(row[second])
             for k in range(2):
                 wanted = numbers[span * config.span + place + 2 * t + k, column] / scale[column]
@@ -291,7 +299,7 @@ def test_it_lowers_for_cuda(name, splits):
         matrices.append(jax.eval_shape(lambda one=one: (one.values, one.scales, one.zero_points)))
     run = jax.jit(lambda x, matrices: kernel.packed_product_wgmma(x, matrices, config))
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
-    x = jax.ShapeDtypeStruct((config.rows, 512), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((config.rows, 512), jnp.dtype(config.x_dtype))
     export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(x, tuple(matrices))
     assert [y.shape for y in export.out_avals] == [(config.rows, width) for width in config.widths]
     assert "mosaic_gpu_v2" in export.mlir_module()
