@@ -2,8 +2,8 @@
 
 Every number of a format is exact in both. Integers come from the bits of a power of two whose last place is 1:
 0x4300 | n is the bfloat16 128 + n for 0 <= n < 128, and 0x4380 is 256; 0x6400 | n is the float16 1024 + n for
-0 <= n < 1024. Floats are moved to the places of the exponent and fraction and multiplied by the power of two between the
-two formats, which is right for subnormal numbers, too; float16 has an instruction for fp8.
+0 <= n < 1024. Floats are moved to the places of the exponent and fraction and multiplied by the power of two between
+the two formats, which is right for subnormal numbers, too; float16 has an instruction for fp8.
 """
 
 import dataclasses

@@ -8,9 +8,9 @@ The inner dimension is cut into chunks of `depth` inputs. TMA copies the codes, 
 stage, a part of shared memory. The stages are a ring: as many chunks are on their way as there are stages. A warpgroup
 turns the codes of its 64 columns into the dtype of x in registers, in which they are exact: the first operand of
 wgmma. While one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4,
-t = lane % 4) has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in float32 at
-the end of each group. A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the registers
-for it: codes are then decoded once for twice as many rows.
+t = lane % 4) has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in
+float32 at the end of each group. A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the
+registers for it: codes are then decoded once for twice as many rows.
 
 Warpgroup w starts the copies to the stages w, w + warpgroups and so on. It refills a stage one step after all
 warpgroups have read it, so that it rarely waits. CTAs of a cluster share the inner dimension (packed_sums_sm90.py).

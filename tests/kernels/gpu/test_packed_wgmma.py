@@ -5,7 +5,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
