@@ -173,7 +173,7 @@ def on_hopper(monkeypatch):
 
 
 def test_matrices_that_the_gpu_kernel_takes(monkeypatch, on_hopper):
-    """On Hopper, up to 256 bfloat16 rows, or 128 of 4 bits and 64 of 8; everything else goes to the dot."""
+    """On Hopper, up to 256 rows of 16 bits, or 128 of 4-bit codes and 64 of 8; everything else goes to the dot."""
     made = lambda format, group, axis=-2, **how: drawn(format, 256, 128, group, axis=axis, **how)[0]
 
     def chosen(rows, *kernels, dtype="bfloat16"):
@@ -191,7 +191,7 @@ def test_matrices_that_the_gpu_kernel_takes(monkeypatch, on_hopper):
     ):
         assert [chosen(rows, kernel) for rows in (1, most, most + 1)] == ["gpu_packed", "gpu_packed", "dot"]
         assert chosen(3, kernel, kernel) == "gpu_packed"
-        assert chosen(3, kernel, dtype="float32") == "dot"
+        assert [chosen(3, kernel, dtype=dtype) for dtype in ("float16", "float32")] == ["gpu_packed", "dot"]
         assert chosen(3, jax.tree.map(lambda x: x[None], kernel)) == "dot"
     for kernel in (made("int8", 16), made("int8", 256, -1), drawn("int8", 256, 100, 256)[0]):
         assert chosen(3, kernel) == "dot"
