@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jattn import models
-from jattn.errors.arguments import boolean, check_fields, check_kind, integer, optional, short, text
-from jattn.models.dense import DenseLayer, read_dense
+from jattn.errors.arguments import boolean, check_fields, check_kind, integer, optional, sequence_of, short, text
+from jattn.models.dense import DenseLayer, dense_layer, read_dense
 from jattn.models.embedding import check_dim, embedding_size
 from jattn.models.sentence_folder import read_sentence_folder
 from jattn.text import Tokenizer, load_tokenizer
@@ -39,13 +39,11 @@ class Embedder:
     def __post_init__(self):
         if self.pooling not in models.POOLINGS:
             raise ValueError(f"pooling={self.pooling!r} must be one of {', '.join(models.POOLINGS)}")
-        if not isinstance(self.dense, tuple) or not all(isinstance(layer, DenseLayer) for layer in self.dense):
-            raise TypeError(f"dense={short(self.dense)} must be a tuple of jattn.models.dense.DenseLayer")
-        check_dim(self.dim, self.size)  # raises, too, if a layer does not fit
         check_fields(
             self, normalize=boolean, lower_case=boolean, max_tokens=optional(integer(1)), max_batched_tokens=integer(1),
-            backend=text, dim=optional(integer(1)),
+            backend=text, dim=optional(integer(1)), dense=sequence_of(dense_layer),
         )  # fmt: skip
+        check_dim(self.dim, self.size)  # raises, too, if a layer does not fit
         for name, words in check_kind("prompts", self.prompts, dict).items():
             if not isinstance(name, str) or not isinstance(words, str):
                 raise ValueError(f"prompts[{short(name)}]={short(words)}: names and prompts must be strings")

@@ -1,5 +1,6 @@
 """DenseLayer: a linear layer after pooling, as a Dense module of a folder of the sentence-transformers library."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import short
+from jattn.errors.arguments import check_kind, choice, optional, reals, short
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config_reader import ConfigReader
 from jattn.models.files import read_json
@@ -47,6 +48,16 @@ class DenseLayer:
         y = jnp.matmul(x, jnp.asarray(self.kernel, jnp.float32), precision="highest")
         y = y if self.bias is None else y + jnp.asarray(self.bias, jnp.float32)[None, :]
         return DENSE_ACTIVATIONS[self.activation](y)
+
+
+def dense_layer(name: str, value: Any) -> DenseLayer:
+    """A DenseLayer whose arrays fit one another; lists become arrays."""
+    check_kind(name, value, DenseLayer)
+    kernel, bias = reals(2)(f"{name}.kernel", value.kernel), optional(reals(1))(f"{name}.bias", value.bias)
+    if bias is not None and bias.shape != kernel.shape[1:]:
+        raise ValueError(f"{name}.bias has {len(bias)} numbers, but its kernel gives {kernel.shape[1]} dimensions")
+    choice(*DENSE_ACTIVATIONS)(f"{name}.activation", value.activation)
+    return dataclasses.replace(value, kernel=kernel, bias=bias)
 
 
 def read_dense(folder: Path, dtype: Any = None) -> DenseLayer:

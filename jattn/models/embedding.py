@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jattn.errors.arguments import boolean, sequence_of, takes
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.buckets import power_of_two
 from jattn.models.config import ModelConfig
-from jattn.models.dense import DenseLayer
+from jattn.models.dense import DenseLayer, dense_layer
 from jattn.models.without_cache import hidden_states
 
 POOLINGS = ("mean", "cls", "last", "max", "weighted_mean", "mean_sqrt_len")
@@ -21,6 +22,7 @@ MIN_TOKENS = 16
 """Packed tokens of the smallest program."""
 
 
+@takes(normalize=boolean, dense=sequence_of(dense_layer))
 def embed(
     config: ModelConfig,
     params: dict[str, Any],
@@ -52,7 +54,7 @@ def embed(
     types = None
     if token_types is not None:
         types = _packed("token_types", token_types, lengths, meta.num_tokens, config.token_types)
-    rows = _embeddings(config, params, tokens, meta, types, tuple(dense), pooling, normalize, dim, backend)
+    rows = _embeddings(config, params, tokens, meta, types, dense, pooling, normalize, dim, backend)
     return rows[: len(lengths)]
 
 
@@ -110,7 +112,7 @@ def _packed(name: str, values: Any, lengths: Sequence[int], num_tokens: int, cou
 
 @functools.partial(jax.jit, static_argnums=(0, 6, 7, 8, 9))
 def _embeddings(
-    config: ModelConfig, params, tokens, meta: CommonAttentionMetadata, token_types, dense: tuple[DenseLayer, ...],
+    config: ModelConfig, params, tokens, meta: CommonAttentionMetadata, token_types, dense: Sequence[DenseLayer],
     pooling: str, normalize: bool, dim: int | None, backend: str,
 ) -> jax.Array:  # fmt: skip
     hidden = hidden_states(config, params, tokens, meta, token_types, backend)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jattn import models
+from jattn import Embedder, models
 from jattn.engine import Engine
 from jattn.models.dense import DenseLayer
 from tests.models import examples, witness
@@ -124,6 +124,37 @@ def test_dense_layers_come_between_pooling_and_dimensions(bert):
     np.testing.assert_allclose(made, wanted, atol=1e-5)
     unit = models.embed(*bert, np.concatenate(rows), LENGTHS, dense=[DENSE, last], dim=4, normalize=True)
     np.testing.assert_allclose(unit, wanted / np.linalg.norm(wanted, axis=1, keepdims=True), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (dict(kernel=np.ones(32)), r"dense\[0\]\.kernel.* must have 2 axes"),
+        (dict(kernel=np.ones((32, 4, 5))), r"dense\[0\]\.kernel.* must have 2 axes"),
+        (dict(kernel=np.ones((32, 4), complex)), r"dense\[0\]\.kernel\.dtype=complex128"),
+        (dict(kernel=None), r"dense\[0\]\.kernel=None"),
+        (dict(bias=np.ones(5)), r"dense\[0\]\.bias has 5 numbers, but its kernel gives 4"),
+        (dict(bias=np.ones(1)), r"dense\[0\]\.bias has 1 numbers"),
+        (dict(bias=np.ones((1, 4))), r"dense\[0\]\.bias.* must have 1 axes"),
+        (dict(activation="Swish"), r"dense\[0\]\.activation='Swish' is not known; use one of Identity"),
+        (dict(kernel=np.ones((31, 4))), r"dense\[0\] reads 31 dimensions, but it gets 32"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
+)
+def test_a_dense_layer_that_does_not_fit_is_refused(bert, layer, words):
+    layer = DenseLayer(**dict(kernel=np.ones((32, 4), np.float32)) | layer)
+    with pytest.raises(ValueError, match=words):
+        models.embed(*bert, [1, 2], [2], dense=[layer])
+    with pytest.raises(ValueError, match=words):
+        Embedder(config=bert[0], params=bert[1], pooling="mean", dense=(layer,))
+
+
+@pytest.mark.parametrize(
+    "wrong", [dict(dense=DENSE), dict(dense=["x"]), dict(dense=None), dict(normalize="no")], ids=list
+)
+def test_a_wrong_option_of_embed_is_refused_by_its_name(bert, wrong):
+    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
+        models.embed(*bert, [1, 2], [2], **wrong)
 
 
 @pytest.mark.parametrize("dim", [None, 8])
