@@ -329,22 +329,24 @@ def _read_params(
 ) -> Any:
     """The tree `specs` of WeightSpecs as arrays. Missing and unknown tensors are errors; other arguments as in `load`.
 
-    unused: whether the model does not need a tensor of this name. Weights of the same tensors are one array (ALBERT).
+    unused: whether the model does not need a tensor of this name. Weights of the same tensors in the same place are one
+    array (ALBERT).
     """
     if dtype is not None and dtype_name("dtype", dtype) not in FLOATS:
         raise ValueError(f"dtype={dtype_name('dtype', dtype)} of weights must be None or one of {', '.join(FLOATS)}")
     structure, by_path = jax.tree.structure(specs, is_leaf=is_weight_spec), weight_paths(specs)
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)
-    place_of: Callable[..., Any] = sharding if callable(sharding) else lambda path, spec: sharding
+    places = {path: sharding(path, spec) if callable(sharding) else sharding for path, spec in by_path.items()}
     begun, copying = _jax_context(), threading.Lock()
-    firsts: dict[Any, str] = {}  # the first path of each weight
-    first_of = {path: firsts.setdefault((table[path].names, table[path].make), path) for path in by_path}
+    firsts: dict[Any, str] = {}  # the first path of each array
+    array_of = lambda path: (table[path].names, table[path].make, places[path])
+    first_of = {path: firsts.setdefault(array_of(path), path) for path in by_path}
     own = {path: spec for path, spec in by_path.items() if first_of[path] == path}
 
     def read(path: str, spec: WeightSpec) -> Any:
         with begun():
-            return _read_weight(checkpoint, table[path], path, spec, dtype, place_of(path, spec), copying)
+            return _read_weight(checkpoint, table[path], path, spec, dtype, places[path], copying)
 
     arrays: dict[str, Any] = {}
     with concurrent.futures.ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "jattn-load") as pool:
@@ -358,7 +360,7 @@ def _read_params(
                 array = next(weights)
                 if quantization is not None:
                     array = quantised(path, array, quantization)
-                    array = placed(array, place_of(path, by_path[path])) if is_quantised(array) else array
+                    array = placed(array, places[path]) if is_quantised(array) else array
                 arrays[path] = array
         except BaseException:  # an error or Ctrl-C: do not read the rest first
             pool.shutdown(wait=False, cancel_futures=True)

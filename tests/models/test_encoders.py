@@ -133,6 +133,17 @@ def test_layers_that_share_their_tensors_share_their_arrays(tmp_path):
     assert told[-1] == (len(told) - 1, len(told))
 
 
+def test_a_shared_layer_is_on_every_device_that_the_caller_names(tmp_path):
+    row = options.BY_NAME["albert"]
+    written(dataclasses.replace(row, base=row.base | dict(num_hidden_layers=4)), 0, transformers.AutoModel, tmp_path)
+    first, second = (jax.sharding.SingleDeviceSharding(device) for device in jax.devices()[:2])
+    place = lambda path, spec: second if path.startswith("layers.2.") else first
+    _, params = models.load(tmp_path, head=False, sharding=place)
+    seen = [{leaf.sharding for leaf in jax.tree.leaves(layer)} for layer in params["layers"]]
+    assert seen == [{first}, {first}, {second}, {first}]
+    assert params["layers"][0]["mlp"]["up"]["kernel"] is params["layers"][3]["mlp"]["up"]["kernel"]
+
+
 def test_the_names_of_the_first_berts_layer_norms_are_known(tmp_path):
     """Those converted from TensorFlow have gamma and beta."""
     written(options.ENCODERS[0], 0, transformers.AutoModelForMaskedLM, tmp_path)
