@@ -54,16 +54,22 @@ def read_text(path: Path, most_bytes: int = MAX_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """The object in a JSON file: strict JSON, no duplicate keys, no lone surrogates, nested at most MAX_DEPTH deep."""
-    text = read_text(path, most_bytes)
-    try:
-        values = strict_json.parse(text, MAX_DEPTH)
-        strict_json.check(values, MAX_DEPTH)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON that can be read: {error}") from None
+    """The object in a JSON file."""
+    values = read_any_json(path, most_bytes)
     if not isinstance(values, dict):
         raise ValueError(f"{path} must hold a JSON object, not {type(values).__name__}")
     return values
+
+
+def read_any_json(path: Path, most_bytes: int = MAX_BYTES) -> Any:
+    """A JSON file: strict JSON, no duplicate keys, no lone surrogates, nested at most MAX_DEPTH deep."""
+    text = read_text(path, most_bytes)
+    try:
+        value = strict_json.parse(text, MAX_DEPTH)
+        strict_json.check(value, MAX_DEPTH)
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON that can be read: {error}") from None
+    return value
 
 
 def _kind(mode: int) -> str:

@@ -4,11 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from jattn import strict_json
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
-from jattn.models.config_reader import ConfigReader
-from jattn.models.files import MAX_DEPTH, is_there, read_json, read_text
+from jattn.models.config_reader import MAX_COUNT, ConfigReader
+from jattn.models.files import is_there, read_any_json, read_json
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 TEXT_SETTINGS_FILES = (
@@ -16,6 +15,10 @@ TEXT_SETTINGS_FILES = (
     "sentence_camembert_config.json", "sentence_xlm-roberta_config.json",
 )  # fmt: skip
 """The library's names of the file with the settings of the first module."""
+ARGUMENTS = ("config_args", "config_kwargs", "model_args", "model_kwargs", "tokenizer_args", "processor_kwargs")
+"""Keys with arguments that the library gives to transformers; three things, each by its old and its new name."""
+HARMLESS = ("add_pooling_layer", "device_map", "low_cpu_mem_usage", "use_safetensors", "padding_side", "use_fast")
+"""Those arguments that have no effect here, besides keys that have none in a config.json."""
 POOLING_NAMES = {
     "cls": ("cls_token", "cls"), "mean": ("mean_tokens", "mean"), "last": ("lasttoken", "lasttoken"),
     "max": ("max_tokens", "max"), "weighted_mean": ("weightedmean_tokens", "weightedmean"),
@@ -74,12 +77,7 @@ def _is_name(where: str) -> bool:
 
 def _modules(path: Path) -> list[tuple[str, str]]:
     """(kind, folder) of each module, in order. The kind is the last part of the name of its class."""
-    try:
-        modules = strict_json.parse(read_text(path), MAX_DEPTH)
-        strict_json.check(modules, MAX_DEPTH)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON that can be read: {error}") from None
-    found = []
+    modules, found = read_any_json(path), []
     for module in modules if isinstance(modules, list) else [None]:
         kind, where = (module.get("type"), module.get("path")) if isinstance(module, dict) else (None, None)
         if not isinstance(kind, str) or not isinstance(where, str) or not _is_name(where):
@@ -113,14 +111,35 @@ def _pooling(path: Path) -> str:
 
 def _text_settings(model: Path) -> dict[str, Any]:
     path = next((model / name for name in TEXT_SETTINGS_FILES if is_there(model / name)), None)
-    if path is None:
-        return {}
-    c = ConfigReader(read_json(path), str(path))
+    c = ConfigReader({} if path is None else read_json(path), str(path))
     c.only("transformer_task", "feature-extraction")
     c.only("module_output_name", "token_embeddings")
     for name in ("query_length", "document_length", "query_expansion"):  # of models with a vector for each token
         c.only(name)
-    return dict(max_tokens=c.count("max_seq_length", None), lower_case=c.flag("do_lower_case", False))
+    c.only("processing_kwargs", {})
+    inputs = c.section("modality_config")
+    inputs.only("message")  # texts would be rendered as chats
+    inputs.section("text").only_these(dict(method="forward", method_output_name="last_hidden_state"))
+    lower, most = c.flag("do_lower_case", False), c.count("max_seq_length", None)
+    for name in ARGUMENTS:
+        section = c.section(name)
+        most = section.count("model_max_length", most)
+        section.ignore(*HARMLESS)
+        section.refuse_unread()
+    c.ignore("unpad_inputs")
+    c.refuse_unread()
+    return dict(max_tokens=_tokenizer_limit(model) if most is None else most, lower_case=lower)
+
+
+def _tokenizer_limit(model: Path) -> int | None:
+    """model_max_length of the tokenizer, where the library saves the longest text; None: no limit, stored as 1e30."""
+    path = model / "tokenizer_config.json"
+    found = read_json(path).get("model_max_length") if is_there(path) else None
+    if found is None:
+        return None
+    if isinstance(found, bool) or not isinstance(found, int | float) or found < 1:
+        raise ValueError(f"{path}: model_max_length={short(found)} must be a number of tokens, at least 1")
+    return int(found) if found <= MAX_COUNT else None
 
 
 def _prompts(path: Path) -> dict[str, Any]:

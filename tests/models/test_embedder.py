@@ -250,6 +250,66 @@ def test_a_wrong_field_is_refused_by_name(folder, field):
         Embedder.from_pretrained(folder, **field)
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (dict(config_args=dict(is_causal=False)), "config_args.*is_causal=False"),
+        (dict(config_kwargs=dict(rope_theta=1.0)), "config_kwargs.*rope_theta"),
+        (dict(model_args=dict(sliding_window=4)), "model_args.*sliding_window=4"),
+        (dict(tokenizer_args=dict(do_lower_case=True)), "tokenizer_args.*do_lower_case=True"),
+        (dict(processing_kwargs=dict(text=dict(max_length=3))), "processing_kwargs="),
+        (dict(modality_config=dict(text=dict(method="get_text_features"))), "method='get_text_features'"),
+        (dict(modality_config=dict(message=dict(method="forward"))), "message="),
+        (dict(modality_config=[1]), r"modality_config=\[1\] must be an object"),
+        (dict(chunk=3), "chunk=3"),
+    ],
+)
+def test_settings_of_the_first_module_are_not_ignored(folder, settings, words):
+    put(folder, "sentence_bert_config.json", settings)
+    with pytest.raises((UnsupportedError, ValueError), match=f"sentence_bert_config.json.*{words}"):
+        read_sentence_folder(folder)
+
+
+def test_settings_that_the_library_writes_are_taken(folder):
+    text = dict(method="forward", method_output_name="last_hidden_state")
+    put(
+        folder,
+        "sentence_bert_config.json",
+        dict(
+            transformer_task="feature-extraction", module_output_name="token_embeddings", unpad_inputs=True,
+            modality_config=dict(text=text), model_args=dict(torch_dtype="bfloat16", attn_implementation="sdpa"),
+            config_args={}, tokenizer_args=dict(padding_side="left"),
+        ),
+    )  # fmt: skip
+    assert read_sentence_folder(folder).max_tokens is None
+
+
+@pytest.mark.parametrize(("stored", "most"), [(3, 3), (10**30, None), (1e30, None), (None, None)])
+def test_the_longest_text_may_be_in_the_tokenizers_settings(folder, stored, most):
+    """sentence-transformers 6 saves it there alone, and cuts longer texts."""
+    put(folder, "tokenizer_config.json", dict(model_max_length=stored))
+    assert read_sentence_folder(folder).max_tokens == most
+    put(folder, "sentence_bert_config.json", dict(max_seq_length=4))
+    assert read_sentence_folder(folder).max_tokens == 4
+    put(folder, "sentence_bert_config.json", dict(max_seq_length=4, tokenizer_args=dict(model_max_length=5)))
+    assert read_sentence_folder(folder).max_tokens == 5
+
+
+@pytest.mark.parametrize("wrong", ["512", True, 0, -1, [512]])
+def test_a_wrong_length_in_the_tokenizers_settings_is_refused(folder, wrong):
+    put(folder, "tokenizer_config.json", dict(model_max_length=wrong))
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: model_max_length="):
+        read_sentence_folder(folder)
+
+
+def test_an_unreadable_list_of_modules_is_said_once(folder):
+    (folder / "modules.json").unlink()
+    (folder / "modules.json").mkdir()
+    with pytest.raises(ValueError, match=r"^[^:]*modules\.json is a folder") as error:
+        Embedder.from_pretrained(folder)
+    assert "is not JSON" not in str(error.value)
+
+
 def test_unknown_settings_are_refused(folder):
     put(folder, "config_sentence_transformers.json", {"__version__": {}, "prompts": {}, "rerank": 4})
     with pytest.raises(UnsupportedError, match="rerank"):
