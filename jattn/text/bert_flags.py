@@ -3,16 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jattn.errors.arguments import short
+
 CLASSES = ("BertTokenizer", "DistilBertTokenizer", "ElectraTokenizer", "MPNetTokenizer")
 """Classes of transformers, also with Fast at the end, that make their rules from the flags."""
 FLAGS = {
-    "do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars",
-}  # fmt: skip
-"""A flag -> the field of the normalizer. strip_accents may be null: as lowercase."""
+    "do_lower_case": ("lowercase", True),
+    "strip_accents": ("strip_accents", None),  # null: as lowercase
+    "tokenize_chinese_chars": ("handle_chinese_chars", True),
+}
+"""A flag -> the field of the normalizer, and its value where the flag is absent or null."""
 
 
 def with_bert_flags(values: Any, config: Mapping[str, Any]) -> Any:
-    """The contents of a tokenizer.json with the flags that tokenizer_config.json gives; the same object without any.
+    """The contents of a tokenizer.json with the flags of tokenizer_config.json; the same object if nothing changes.
 
     Published folders say the same in both files. One that was edited in one of them is read as transformers reads it.
     """
@@ -21,11 +25,13 @@ def with_bert_flags(values: Any, config: Mapping[str, Any]) -> Any:
         return values
     if not isinstance(normalizer, dict) or normalizer.get("type") != "BertNormalizer":
         return values
-    given = {ours: config[name] for name, ours in FLAGS.items() if name in config and _is_flag(name, config[name])}
-    if given.items() <= normalizer.items():
-        return values
-    return {**values, "normalizer": {**normalizer, **given}}
+    flags = {field: _flag(config, name, default) for name, (field, default) in FLAGS.items()}
+    return values if flags.items() <= normalizer.items() else {**values, "normalizer": {**normalizer, **flags}}
 
 
-def _is_flag(name: str, value: Any) -> bool:
-    return isinstance(value, bool) or (value is None and name == "strip_accents")
+def _flag(config: Mapping[str, Any], name: str, default: bool | None) -> bool | None:
+    if (value := config.get(name)) is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={short(value)} of tokenizer_config.json must be true or false")
+    return value

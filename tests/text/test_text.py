@@ -122,21 +122,33 @@ def test_a_folder_says_which_tokenizer(tmp_path):
         (dict(lowercase=True), dict(do_lower_case=True, strip_accents=False), [0, 2, 4]),
         (dict(lowercase=True, strip_accents=False), dict(strip_accents=None), [0, 0, 4]),
         (dict(lowercase=True), dict(tokenize_chinese_chars=False), [0, 0, 5]),
-        (dict(lowercase=True), dict(do_lower_case="no", strip_accents=3), [0, 0, 4]),
+        (dict(lowercase=False, strip_accents=False, handle_chinese_chars=False), {}, [0, 0, 4]),
+        (dict(lowercase=False), dict(do_lower_case=None), [0, 0, 4]),
         (dict(lowercase=True), dict(do_lower_case=False, tokenizer_class="PreTrainedTokenizerFast"), [0, 0, 4]),
         (dict(lowercase=True), dict(do_lower_case=False, tokenizer_class=["BertTokenizer"]), [0, 0, 4]),
     ],
 )
 def test_the_flags_of_berts_tokenizers_count_more_than_the_rules_of_tokenizer_json(tmp_path, stored, flags, ids):
-    """As in transformers, where the class makes its rules from the flags."""
+    """As in transformers, where the class makes its rules from the flags, or from its defaults."""
+    bert_tokenizer(tmp_path, stored, flags)
+    made = load_tokenizer(tmp_path).encode("Cafe caf\u00e9 \u4e2d\u4e2d")
+    assert [made[0], made[1], made[2]] == ids
+
+
+@pytest.mark.parametrize("wrong", [dict(do_lower_case="no"), dict(strip_accents=3), dict(tokenize_chinese_chars=[])])
+def test_a_flag_that_is_neither_true_nor_false_is_refused(tmp_path, wrong):
+    bert_tokenizer(tmp_path, {}, wrong)
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.* of tokenizer_config.json must be true or false"):
+        load_tokenizer(tmp_path)
+
+
+def bert_tokenizer(folder, stored, flags):
     words = ["cafe", "Cafe", "caf\u00e9", "[UNK]", "\u4e2d", "\u4e2d\u4e2d"]
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
     inner.normalizer = tokenizers.normalizers.BertNormalizer(**stored)
     inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    inner.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="BertTokenizerFast") | flags))
-    made = load_tokenizer(tmp_path).encode("Cafe caf\u00e9 \u4e2d\u4e2d")
-    assert [made[0], made[1], made[2]] == ids
+    inner.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(dict(tokenizer_class="BertTokenizerFast") | flags))
 
 
 def test_a_chat_template_is_the_folders_and_cannot_reach_out(tmp_path):
