@@ -15,8 +15,9 @@ from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
 from jattn.engine.sizing import dtype_of
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name, integer, optional
-from jattn.models import QUANTIZATIONS, load_config
-from jattn.models.load import stored_dtype_and_method, stored_weights
+from jattn.models import QUANTIZATIONS
+from jattn.models.load import stored_weights
+from jattn.models.model_folder import read_model_folder
 
 HEAD = (
     "layout", "weights", "activations", "cache", "tokens", "batch", "context", "decode, ms (rows)", "prefill, ms",
@@ -75,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         optional(integer(1))(f"--{name.replace('_', '-')}", getattr(args, name))
     if args.cache_dtype is not None:
         args.cache_dtype = dtype_name("--cache-dtype", args.cache_dtype)
-    config, (dtype, method) = load_config(args.model), stored_dtype_and_method(args.model)
+    folder = read_model_folder(args.model)
+    config, dtype, method = folder.config, folder.stored_dtype, folder.method_of_weights
     check_decoder_only(config)
     stored = _stored_weights(args, method)
     if stored is not None and method is None:

@@ -4,8 +4,9 @@ from jattn.models.config import CacheGroup, LayerConfig, ModelConfig
 from jattn.models.decoder import forward, prompt_logits
 from jattn.models.embedding import POOLINGS, embed
 from jattn.models.layers import head
-from jattn.models.load import config_of, load, load_config
+from jattn.models.load import load
 from jattn.models.mlp import MLP
+from jattn.models.model_folder import config_of, load_config
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.moe import MoE
 from jattn.models.quantising import QUANTIZATIONS, quantise

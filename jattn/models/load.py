@@ -1,4 +1,4 @@
-"""Loading a Hugging Face folder: config.json to a ModelConfig, tensors to params."""
+"""Loading a Hugging Face folder: its tensors to params."""
 
 import concurrent.futures
 import contextlib
@@ -13,16 +13,12 @@ import jax
 import numpy as np
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import check_kind, dtype_name, short
+from jattn.errors.arguments import dtype_name
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
-from jattn.models.config_reader import ConfigReader
-from jattn.models.families import CODE_OF_FOLDERS, FAMILIES, RECURRENT
 from jattn.models.families.family import Family
-from jattn.models.files import is_there, read_json
-from jattn.models.hub_formats import method_of, scheme_of
-from jattn.models.hub_modelopt import SETTINGS
-from jattn.models.hub_scheme import CACHE_SCALES, Scheme
+from jattn.models.hub_scheme import CACHE_SCALES
+from jattn.models.model_folder import FLOATS, ModelFolder, read_model_folder
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
@@ -30,8 +26,6 @@ from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
 from jattn.ops.quantised import is_quantised
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""Dtypes of weights in params that are not quantised."""
 WRONG_TENSORS = ValueError, TypeError, IndexError, ArithmeticError
 """What conversions raise for ranks, shapes or dtypes that do not fit."""
 CODES = (".qweight", ".weight_packed", ".weight_scale_inv", ".weight_scale")
@@ -65,13 +59,11 @@ def load(
     """
     if quantization is not None:
         check_quantization(quantization)
-    folder = _folder_of(directory)
-    config, family, values = _config_and_family(folder, head)
-    values = _with_quantization_of_text(values)
-    method, scheme = method_of(values), _scheme_of(values, family, folder)
-    if _method_of_weights(values, family, scheme) is not None and quantization is not None:
-        raise UnsupportedError(f"{folder}: its weights are quantised ({method}) already; leave quantization out")
-    checkpoint = _checkpoint(folder, config, family)
+    folder = read_model_folder(directory, head=head)
+    config, family, method, scheme = folder.config, folder.family, folder.method, folder.scheme
+    if folder.method_of_weights is not None and quantization is not None:
+        raise UnsupportedError(f"{directory}: its weights are quantised ({method}) already; leave quantization out")
+    checkpoint = _checkpoint(folder)
     table, unused = family.tensors(config), _unused(family, config)
     if scheme is None and method is None:
         _refuse_codes(checkpoint)
@@ -80,11 +72,11 @@ def load(
     if head:
         _check_copies(checkpoint, table, family)
     if scheme is not None:
-        of_numbers = _stored_dtype(values, folder) if dtype is None else dtype
+        of_numbers = folder.stored_dtype if dtype is None else dtype
         try:
             table = scheme.sources(table, checkpoint.locations, of_numbers)
         except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from None
+            raise ValueError(f"{directory}: {error}") from None
         used = {name for source in table.values() for name in source.names}
         unused = _unused_or_in(unused, _zeros(checkpoint, used, scheme.ignored_if_zero))
     if not head:
@@ -99,12 +91,10 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
 
     It reads the headers of *.safetensors, and the scales and zero points of weights that are stored quantised.
     """
-    folder = _folder_of(directory)
-    config, family, values = _config_and_family(folder)
-    values = _with_quantization_of_text(values)
-    scheme, checkpoint = _scheme_of(values, family, folder), _checkpoint(folder, config, family)
-    stored, dtype = checkpoint.locations, jax.numpy.dtype(_stored_dtype(values, folder))
-    table = {path: source.stored_form(stored) for path, source in family.tensors(config).items()}
+    folder = read_model_folder(directory)
+    config, scheme, checkpoint = folder.config, folder.scheme, _checkpoint(folder)
+    stored, dtype = checkpoint.locations, jax.numpy.dtype(folder.stored_dtype)
+    table = {path: source.stored_form(stored) for path, source in folder.family.tensors(config).items()}
 
     def form(path: str, shape: tuple[int, ...]) -> Any:
         source, tensor = table[path], table[path].names[0]
@@ -113,9 +103,11 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
         try:
             found = None if scheme is None else scheme.form(source, shape, stored, checkpoint.read, dtype)
         except WRONG_TENSORS as error:
-            raise ValueError(f"{folder}: the scales of {path} cannot be read: {error}") from error
+            raise ValueError(f"{directory}: the scales of {path} cannot be read: {error}") from error
         if found is None and (dtype_stored := checkpoint.dtype_of(tensor)).name not in FLOATS:
-            raise ValueError(f"{folder}: tensor {tensor_text(tensor)} of {path} has dtype {dtype_stored} and no scales")
+            raise ValueError(
+                f"{directory}: tensor {tensor_text(tensor)} of {path} has dtype {dtype_stored} and no scales"
+            )
         if found is not None:
             return found
         return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(checkpoint.dtype_of(tensor)))
@@ -123,22 +115,16 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
     return {path: form(path, spec.shape) for path, spec in weight_paths(weight_specs(config)).items()}
 
 
-def _scheme_of(values: dict[str, Any], family: Family, folder: Path) -> Scheme | None:
-    """The scheme of a folder; None if its weights are floats, or if the family's table reads its method."""
-    method = method_of(values)
-    return None if method in family.quant_methods else scheme_of(values, str(folder / "config.json"))
-
-
-def _method_of_weights(values: dict[str, Any], family: Family, scheme: Scheme | None) -> str | None:
-    """The quant_method, but None if it quantises the cache or activations alone."""
-    method = method_of(values)
-    return method if scheme is not None or method in family.quant_methods else None
-
-
-def _checkpoint(folder: Path, config: ModelConfig, family: Family) -> Checkpoint:
-    """The tensors of a folder; ValueError if they are far fewer than the config needs."""
-    checkpoint = Checkpoint(folder, family.prefix, family.renames)
-    _check_tensor_count(folder, count_layer_tensors(config, family.tensors), len(checkpoint.locations))
+def _checkpoint(folder: ModelFolder) -> Checkpoint:
+    """The tensors of a folder; ValueError if they are far fewer than the config needs, as listing them could exhaust
+    memory."""
+    checkpoint = Checkpoint(folder.directory, folder.family.prefix, folder.family.renames)
+    needed, stored = count_layer_tensors(folder.config, folder.family.tensors), len(checkpoint.locations)
+    if needed > stored + MAX_MISSING_LISTED:
+        raise ValueError(
+            f"{folder.path} asks for {needed} tensors in its layers and experts, but the *.safetensors in the folder "
+            f"have {stored}: they are not of the same model"
+        )
     return checkpoint
 
 
@@ -146,7 +132,7 @@ def check_cache_quant(directory: str | Path, quant: str | None) -> None:
     """UnsupportedError if a cache with one scale for many tokens should use the folder's scales, which are not read."""
     if quant not in ("per_tensor", "per_head"):
         return
-    if found := min(_cache_scales(Checkpoint(_folder_of(directory))), default=None):
+    if found := min(_cache_scales(Checkpoint(Path(directory))), default=None):
         raise UnsupportedError(
             f"cache_quant={quant!r}: the folder's scales of keys and values ({tensor_text(found)}) are not used, and 1 "
             "would take their place; leave cache_quant out, with which the scales are computed as the cache is written"
@@ -166,43 +152,6 @@ def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> 
 def _unused_or_in(unused: Callable[[str], bool], names: frozenset[str]) -> Callable[[str], bool]:
     """Whether the model does not need a tensor of this name, or it is one of `names`."""
     return lambda name: name in names or unused(name)
-
-
-def config_of(values: dict[str, Any]) -> ModelConfig:
-    """The ModelConfig of the contents of a config.json."""
-    return family_of(values).read(ConfigReader(values))
-
-
-def _folder_of(directory: str | Path) -> Path:
-    check_kind("directory", directory, (str, os.PathLike), "pass the path of a folder with config.json")
-    return Path(directory)
-
-
-def load_config(directory: str | Path, *, head: bool = True) -> ModelConfig:
-    """The ModelConfig of a folder, without reading tensors. head: as in `load`."""
-    config = _config_and_family(_folder_of(directory), head)[0]
-    return config if head else config.without_head()
-
-
-def stored_dtype_and_method(directory: str | Path) -> tuple[str, str | None]:
-    """The dtype that a folder's config.json names, else bfloat16; and the quant_method, None if weights are floats.
-
-    No weights are needed.
-    """
-    folder = _folder_of(directory)
-    _, family, values = _config_and_family(folder)
-    values = _with_quantization_of_text(values)
-    return _stored_dtype(values, folder), _method_of_weights(values, family, _scheme_of(values, family, folder))
-
-
-def _stored_dtype(values: dict[str, Any], folder: Path) -> str:
-    """The dtype that a folder's config.json or its text_config names; else bfloat16."""
-    text = values.get("text_config")
-    sections = [values, text if isinstance(text, dict) else {}]
-    found = next((each[key] for each in sections for key in ("dtype", "torch_dtype") if each.get(key)), "bfloat16")
-    if found not in FLOATS:
-        raise ValueError(f"{folder / 'config.json'}: dtype={short(found)} must be one of {', '.join(FLOATS)}")
-    return found
 
 
 def _refuse_codes(checkpoint: Checkpoint) -> None:
@@ -229,94 +178,6 @@ def _check_copies(checkpoint: Checkpoint, table: dict[str, TensorSource], family
             )
 
 
-def _with_quantization_of_text(values: dict[str, Any]) -> dict[str, Any]:
-    """A config.json whose quantization_config may stand in its text_config, as in Kimi K2.5."""
-    text, name = values.get("text_config"), "quantization_config"
-    found = values.get(name) or (text.get(name) if isinstance(text, dict) else None)
-    return {**values, name: found} if found else values
-
-
-def family_of(values: dict[str, Any]) -> Family:
-    """The family of a config's model_type."""
-    name = values.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        own = "; the code that auto_map names is never run" if values.get("auto_map") else ""
-        if "model_type" not in values:
-            raise UnsupportedError(
-                "config.json has no model_type, as in folders of old releases; add that of its architecture, such as "
-                f'"model_type": "bert"{own}'
-            )
-        why = (
-            ", because some of its layers have a state (state-space or linear attention) instead of keys"
-            if name in RECURRENT
-            else ""
-        )
-        if isinstance(name, str) and name in CODE_OF_FOLDERS:
-            raise UnsupportedError(
-                f"config.json: model_type={short(name)} is defined by code of its folder, which is never run; "
-                f"{CODE_OF_FOLDERS[name]}"
-            )
-        raise UnsupportedError(
-            f"config.json: model_type={short(name)} is not supported{why}; supported are {', '.join(FAMILIES)}{own}"
-        )
-    return FAMILIES[name]
-
-
-def _refuse_gguf(folder: Path) -> None:
-    files = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
-    if files and not any(folder.glob("*.safetensors")):
-        raise UnsupportedError(
-            f"{files[0]}: GGUF is not supported; pass the model's folder of config.json and *.safetensors, with "
-            "quantization= to keep its weights in 4 or 8 bits"
-        )
-
-
-def _config_and_family(folder: Path, head: bool = True) -> tuple[ModelConfig, Family, dict[str, Any]]:
-    """The config of a folder, its family and the contents of config.json. head: False for embeddings."""
-    _refuse_gguf(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder} is not a folder; pass one with config.json and *.safetensors (models are not downloaded)"
-        )
-    if is_there(folder / "adapter_config.json"):
-        raise UnsupportedError(f"{folder} is a LoRA adapter (adapter_config.json), which is not served; merge it first")
-    path, generation = folder / "config.json", folder / "generation_config.json"
-    if not is_there(path):
-        raise FileNotFoundError(f"{path} is missing: a model folder has config.json and *.safetensors")
-    values, settings = read_json(path), folder / SETTINGS
-    if is_there(settings) and not _with_quantization_of_text(values).get("quantization_config"):
-        values |= dict(quantization_config=read_json(settings) | dict(quant_method="modelopt"))
-    if is_there(generation):  # chat models list more end tokens there
-        more = _end_ids(generation, read_json(generation))
-        ends = list(dict.fromkeys(_end_ids(path, values) + more))
-        values |= {"eos_token_id": ends} if ends else {}  # if neither file has any: the family's default
-    family = family_of(values)
-    if not head and family.encoder is not None:
-        family = family.encoder
-    return family.read(ConfigReader(values, str(path))), family, values
-
-
-def _end_ids(path: Path, values: dict[str, Any]) -> list[int]:
-    """The end tokens of a file: eos_token_id is an id, a list of ids, or absent."""
-    found = values.get("eos_token_id")
-    ids = [] if found is None else found if isinstance(found, list) else [found]
-    ids = [id for id in ids if type(id) is not int or id != -1]  # some configs have -1 for none
-    if not all(type(id) is int and id >= 0 for id in ids):
-        raise ValueError(
-            f"{path}: eos_token_id={short(found)} must be a token id (an integer >= 0), or a list of token ids"
-        )
-    return ids
-
-
-def _check_tensor_count(folder: Path, needed: int, stored: int) -> None:
-    """ValueError if a config needs far more tensors than the files have. Listing them could exhaust memory."""
-    if needed > stored + MAX_MISSING_LISTED:
-        raise ValueError(
-            f"{folder / 'config.json'} asks for {needed} tensors in its layers and experts, but the *.safetensors in "
-            f"the folder have {stored}: they are not of the same model"
-        )
-
-
 def _read_params(
     checkpoint: Checkpoint,
     table: dict[str, TensorSource],
@@ -337,7 +198,8 @@ def _read_params(
     structure, by_path = jax.tree.structure(specs, is_leaf=is_weight_spec), weight_paths(specs)
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)
-    places = {path: sharding(path, spec) if callable(sharding) else sharding for path, spec in by_path.items()}
+    place_of: Callable[..., Any] = sharding if callable(sharding) else lambda path, spec: sharding
+    places = {path: place_of(path, spec) for path, spec in by_path.items()}
     begun, copying = _jax_context(), threading.Lock()
     firsts: dict[Any, str] = {}  # the first path of each array
     array_of = lambda path: (table[path].names, table[path].make, places[path])

@@ -12,7 +12,8 @@ import jattn
 from jattn import models
 from jattn.errors import UnsupportedError
 from jattn.models.checkpoint import Checkpoint
-from jattn.models.load import stored_dtype_and_method, stored_weights
+from jattn.models.load import stored_weights
+from jattn.models.model_folder import read_model_folder
 from jattn.ops.quantised import QuantisedArray, unpacked
 from tests.models import examples, tiny
 from tests.models.test_hub_formats import (
@@ -111,7 +112,8 @@ def test_the_settings_of_modelopt_may_be_in_a_file_of_their_own(tmp_path):
     kernel = params["layers"][1]["mlp"]["up"]["kernel"]
     assert kernel.format == "fp4"
     np.testing.assert_allclose(kernel.dequantise(), wanted["layers"][1]["mlp"]["up"]["kernel"], rtol=1e-6)
-    assert stored_dtype_and_method(tmp_path / "old") == ("float32", "modelopt")
+    old = read_model_folder(tmp_path / "old")
+    assert (old.stored_dtype, old.method_of_weights) == ("float32", "modelopt")
     settings = OLD | dict(quantization=OLD["quantization"] | dict(quant_algo="INT4_AWQ"))
     (tmp_path / "old" / "hf_quant_config.json").write_text(json.dumps(settings))
     with pytest.raises(UnsupportedError, match=r"hf_quant_config\.json.*quant_algo='INT4_AWQ' is not supported"):
