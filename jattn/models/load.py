@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import dtype_name
+from jattn.errors.arguments import check_kind, dtype_name, function, optional
 from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
@@ -59,6 +59,7 @@ def load(
     """
     if quantization is not None:
         check_quantization(quantization)
+    optional(function)("progress", progress)
     folder = read_model_folder(directory, head=head)
     config, family, method, scheme = folder.config, folder.family, folder.method, folder.scheme
     if folder.method_of_weights is not None and quantization is not None:
@@ -199,7 +200,7 @@ def _read_params(
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)
     place_of: Callable[..., Any] = sharding if callable(sharding) else lambda path, spec: sharding
-    places = {path: place_of(path, spec) for path, spec in by_path.items()}
+    places = {path: _checked_place(path, place_of(path, spec)) for path, spec in by_path.items()}
     begun, copying = _jax_context(), threading.Lock()
     firsts: dict[Any, str] = {}  # the first path of each array
     array_of = lambda path: (table[path].names, table[path].make, places[path])
@@ -228,6 +229,10 @@ def _read_params(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return jax.tree.unflatten(structure, [arrays[first_of[path]] for path in by_path])
+
+
+def _checked_place(path: str, place: Any) -> jax.sharding.Sharding | None:
+    return check_kind(f"the sharding of {path}", place, (jax.sharding.Sharding, type(None)))
 
 
 def _jax_context() -> Callable[[], contextlib.AbstractContextManager]:

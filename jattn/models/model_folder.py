@@ -4,10 +4,10 @@ import dataclasses
 import functools
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import check_kind, short
+from jattn.errors.arguments import boolean, check_kind, short
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
 from jattn.models.families import CODE_OF_FOLDERS, FAMILIES, RECURRENT
@@ -62,13 +62,10 @@ class ModelFolder:
 
 def read_model_folder(directory: str | Path, *, head: bool = True) -> ModelFolder:
     """The config of a folder. head: False for embeddings: the family may have an encoder that is read alone."""
-    check_kind("directory", directory, (str, os.PathLike), "pass the path of a folder with config.json")
-    folder = Path(directory)
-    _refuse_gguf(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(
-            f"{folder} is not a folder; pass one with config.json and *.safetensors (models are not downloaded)"
-        )
+    boolean("head", head)
+    folder = path_of_folder(directory)
+    if not any(folder.glob("*.safetensors")) and (files := sorted(folder.glob("*.gguf"))):
+        _refuse_gguf(files[0])
     if is_there(folder / "adapter_config.json"):
         raise UnsupportedError(f"{folder} is a LoRA adapter (adapter_config.json), which is not served; merge it first")
     path = folder / "config.json"
@@ -80,6 +77,19 @@ def read_model_folder(directory: str | Path, *, head: bool = True) -> ModelFolde
         family = family.encoder
     config = family.read(ConfigReader(values, str(path)))
     return ModelFolder(directory=folder, config=config, family=family, values=_with_quantization_of_text(values))
+
+
+def path_of_folder(directory: str | Path) -> Path:
+    """The path of a folder that exists; raises if it is none."""
+    check_kind("directory", directory, (str, os.PathLike), "pass the path of a folder with config.json")
+    folder = Path(directory)
+    if not folder.is_dir():
+        if folder.suffix == ".gguf":
+            _refuse_gguf(folder)
+        raise FileNotFoundError(
+            f"{folder} is not a folder; pass one with config.json and *.safetensors (models are not downloaded)"
+        )
+    return folder
 
 
 def load_config(directory: str | Path, *, head: bool = True) -> ModelConfig:
@@ -119,13 +129,11 @@ def _family_of(values: dict[str, Any]) -> Family:
     )
 
 
-def _refuse_gguf(folder: Path) -> None:
-    files = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf"))
-    if files and not any(folder.glob("*.safetensors")):
-        raise UnsupportedError(
-            f"{files[0]}: GGUF is not supported; pass the model's folder of config.json and *.safetensors, with "
-            "quantization= to keep its weights in 4 or 8 bits"
-        )
+def _refuse_gguf(file: Path) -> NoReturn:
+    raise UnsupportedError(
+        f"{file}: GGUF is not supported; pass the model's folder of config.json and *.safetensors, with quantization= "
+        "to keep its weights in 4 or 8 bits"
+    )
 
 
 def _with_other_files(folder: Path, values: dict[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
 from jattn.models.config_reader import MAX_COUNT, ConfigReader
 from jattn.models.files import is_there, read_any_json, read_json
+from jattn.models.model_folder import path_of_folder
 
 MODULES, SETTINGS = "modules.json", "config_sentence_transformers.json"
 TEXT_SETTINGS_FILES = (
@@ -51,7 +52,7 @@ def is_sentence_folder(directory: str | Path) -> bool:
 
 def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     """The settings in modules.json and the files that it names; UnsupportedError for a module that is not known."""
-    folder = Path(directory)
+    folder = path_of_folder(directory)
     if not is_sentence_folder(folder):
         return SentenceFolder(model=folder)
     modules = _modules(folder / MODULES)

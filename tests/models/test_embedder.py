@@ -302,6 +302,20 @@ def test_a_wrong_length_in_the_tokenizers_settings_is_refused(folder, wrong):
         read_sentence_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("directory", "error", "words"),
+    [
+        (None, TypeError, "directory must be str or PathLike, got NoneType"),
+        (b"x", TypeError, "directory must be str or PathLike, got bytes"),
+        ("nowhere", FileNotFoundError, "nowhere is not a folder"),
+        ("model.gguf", UnsupportedError, "GGUF is not supported"),
+    ],
+)
+def test_what_is_no_folder_is_said_so(directory, error, words):
+    with pytest.raises(error, match=words):
+        Embedder.from_pretrained(directory)
+
+
 def test_an_unreadable_list_of_modules_is_said_once(folder):
     (folder / "modules.json").unlink()
     (folder / "modules.json").mkdir()

@@ -37,6 +37,25 @@ def test_a_prompt_paged_whole_or_in_chunks_or_without_a_cache_is_the_textbook(fo
         np.testing.assert_allclose(logits, exact, atol=1e-4 * exact.std())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (dict(head="no"), "head='no' must be True or False"),
+        (dict(progress=5), "progress=5 must be callable"),
+        (dict(sharding="cpu"), "the sharding of .* must be Sharding or NoneType, got str"),
+        (dict(sharding=lambda path, spec: [1]), "the sharding of .* must be Sharding or NoneType, got list"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_by_its_name(folder, wrong, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        models.load(folder, **wrong)
+
+
+def test_the_head_of_a_config_is_true_or_false(folder):
+    with pytest.raises(ValueError, match="head='no' must be True or False"):
+        models.load_config(folder, head="no")
+
+
 def test_every_backend_that_is_chosen_here_agrees(folder):
     config, params = models.load(folder)
     auto, plain = (models.prompt_logits(config, params, IDS, chunk=8, backend=b) for b in ("auto", "sdpa"))
