@@ -10,7 +10,7 @@ import numpy as np
 from jattn import models
 from jattn.errors.arguments import boolean, check_fields, check_kind, integer, optional, sequence_of, short, text
 from jattn.models.dense import DenseLayer, dense_layer, read_dense
-from jattn.models.embedding import check_dim, embedding_size
+from jattn.models.embedding import check_dim, output_size
 from jattn.models.sentence_folder import read_sentence_folder
 from jattn.text import Tokenizer, load_tokenizer
 
@@ -75,7 +75,7 @@ class Embedder:
             )
         tokenizer = load_tokenizer(found.model)  # refused before weights are read
         dense = tuple(read_dense(folder, dtype) for folder in found.dense)
-        embedding_size(models.load_config(found.model, head=False), dense)  # raises if a layer does not fit
+        output_size(models.load_config(found.model, head=False), dense)  # raises if a layer does not fit
         config, params = models.load(found.model, dtype=dtype, quantization=quantization, progress=progress, head=False)
         fields: dict[str, Any] = dict(
             tokenizer=tokenizer, dense=dense, dim=found.dim, normalize=found.normalize, max_tokens=found.max_tokens,
@@ -92,7 +92,7 @@ class Embedder:
     @property
     def size(self) -> int:
         """The dimensions of an embedding, before `dim`."""
-        return embedding_size(self.config, self.dense)
+        return output_size(self.config, self.dense)
 
     def embed(self, inputs: Sequence[Input], *, dim: int | None = None, prompt: str | None = None) -> np.ndarray:
         """f32[N, dim]: the embedding of each input, in their order.

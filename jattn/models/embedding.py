@@ -47,7 +47,7 @@ def embed(
         raise ValueError(f"{config.family} is an encoder-decoder; embeddings need an encoder or a decoder")
     if pooling not in POOLINGS:
         raise ValueError(f"{pooling=} must be one of {', '.join(POOLINGS)}")
-    check_dim(dim, embedding_size(config, dense))
+    check_dim(dim, output_size(config, dense))
     lengths = np.asarray(lengths).tolist()
     meta = batch_of(config, lengths)
     tokens = _packed("ids", ids, lengths, meta.num_tokens, config.vocab_size)
@@ -58,8 +58,8 @@ def embed(
     return rows[: len(lengths)]
 
 
-def embedding_size(config: ModelConfig, dense: Sequence[DenseLayer] = ()) -> int:
-    """The dimensions of an embedding after these layers; ValueError unless each fits the one before."""
+def output_size(config: ModelConfig, dense: Sequence[DenseLayer] = ()) -> int:
+    """The dimensions of an embedding, after these layers; ValueError unless each fits the one before."""
     size = config.hidden_size
     for index, layer in enumerate(dense):
         if layer.in_features != size:
