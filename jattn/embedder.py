@@ -75,7 +75,8 @@ class Embedder:
             )
         tokenizer = load_tokenizer(found.model)  # refused before weights are read
         dense = tuple(read_dense(folder, dtype) for folder in found.dense)
-        output_size(models.load_config(found.model, head=False), dense)  # raises if a layer does not fit
+        size = output_size(models.load_config(found.model, head=False), dense)  # raises if a layer does not fit
+        check_dim(options.get("dim", found.dim), size)
         config, params = models.load(found.model, dtype=dtype, quantization=quantization, progress=progress, head=False)
         fields: dict[str, Any] = dict(
             tokenizer=tokenizer, dense=dense, dim=found.dim, normalize=found.normalize, max_tokens=found.max_tokens,

@@ -206,6 +206,13 @@ def test_a_dense_module_that_does_not_fit_is_refused_before_weights_are_read(fol
         Embedder.from_pretrained(folder)
 
 
+def test_dimensions_that_the_folder_cannot_keep_are_refused_before_weights_are_read(folder):
+    put(folder, "config_sentence_transformers.json", dict(truncate_dim=17))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="dim=17 must be an integer from 1 to 16"):
+        Embedder.from_pretrained(folder)
+
+
 def test_a_dense_module_without_safetensors_says_what_writes_them(folder):
     put_dense(folder)
     (folder / "2_Dense/model.safetensors").rename(folder / "2_Dense/pytorch_model.bin")
