@@ -21,8 +21,12 @@ def test_every_option_that_is_compared_is_listed(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("llama", "partial_rotary_factor"), ("glm", "layer_types"), ("falcon", "alibi")]
-)
+    ("name", "key"),
+    [
+        ("llama", "partial_rotary_factor"), ("glm", "layer_types"), ("falcon", "alibi"),
+        ("bert", "position_embedding_type"), ("gemma2", "use_bidirectional_attention"),
+    ],
+)  # fmt: skip
 def test_a_key_with_one_possible_value_is_no_option(name, key):
     assert key not in honoured_options(name)
 

@@ -21,10 +21,10 @@ from jattn.spec import AttentionSpec
 
 def bert(c: ConfigReader) -> ModelConfig:
     """A masked language model: every token attends to every other."""
-    if (model := OWN_CODE.get(str(c.get("position_embedding_type")))) is not None:
+    if (kind := str(c.given.get("position_embedding_type"))) in OWN_CODE:
         raise UnsupportedError(
-            f"{c.where}: position_embedding_type={c.get('position_embedding_type')!r} is that of {model}, defined by "
-            "code of its folder, which is never run; use bge-m3, gte-modernbert-base or Qwen3-Embedding instead"
+            f"{c.where}: position_embedding_type={kind!r} is that of {OWN_CODE[kind]}, defined by code of its folder, "
+            "which is never run; use bge-m3, gte-modernbert-base or Qwen3-Embedding instead"
         )
     c.only("position_embedding_type", "absolute")
     c.only("is_decoder", False)

@@ -52,8 +52,12 @@ def gemma(c: ConfigReader) -> ModelConfig:
     )
 
 
+Sides = tuple[str, Callable[[int], int | tuple[int, int]]]
+"""The type of attention, and sliding_window -> the window."""
+
+
 def with_windows(
-    c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool
+    c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool, seen: Sides
 ) -> ModelConfig:
     """Every `every`-th layer is global, the others have a sliding window. ropes: (global, local)."""
     c.ignore("hidden_act")  # transformers uses hidden_activation
@@ -63,11 +67,11 @@ def with_windows(
     scale = c.number("query_pre_attn_scalar", above=0) ** -0.5
     bias, norms = attention_biases(c), ResidualNorms(before=norm, after=norm)
     windows = windows_by_type(c, count, [(i + 1) % every != 0 for i in range(count)])
-    attn_type, sides = sides_of(c)
+    attn_type, sides_of_window = seen
 
     def layer(window: int | None) -> LayerConfig:
-        seen = None if window is None else sides(window)
-        spec = AttentionSpec(**heads, scale=scale, sliding_window=seen, logits_soft_cap=soft_cap, attn_type=attn_type)
+        both = None if window is None else sides_of_window(window)
+        spec = AttentionSpec(**heads, scale=scale, sliding_window=both, logits_soft_cap=soft_cap, attn_type=attn_type)
         rope = ropes[window is not None]
         qk = norm if qk_norm else None
         self_attn = AttentionConfig(spec=spec, hidden_size=hidden, rope=rope, qk_norm=qk, **bias)
@@ -77,17 +81,19 @@ def with_windows(
     return model_config(c, map(layer, windows), norm, tied=True, embedding_scale=hidden**0.5, logits_soft_cap=final_cap)
 
 
-def sides_of(c: ConfigReader) -> tuple[str, Callable[[int], int | tuple[int, int]]]:
-    """The type of attention, and sliding_window -> the window.
+def sides(c: ConfigReader) -> Sides:
+    """is_causal false: all of sliding_window on each side."""
+    if c.flag("is_causal", True):
+        return "decoder", lambda window: window
+    return "encoder_only", lambda window: (window, window)
 
-    use_bidirectional_attention (EmbeddingGemma): half of sliding_window on each side. is_causal false: all of it.
-    """
-    if c.flag("use_bidirectional_attention", False):
-        c.only("is_causal", True)  # transformers adds 1 to the window if both are given
-        return "encoder_only", lambda window: (window // 2, window // 2)
-    if not c.flag("is_causal", True):
-        return "encoder_only", lambda window: (window, window)
-    return "decoder", lambda window: window
+
+def gemma3_sides(c: ConfigReader) -> Sides:
+    """use_bidirectional_attention (EmbeddingGemma): half of sliding_window on each side."""
+    if not c.flag("use_bidirectional_attention", False):
+        return sides(c)
+    c.only("is_causal", True)  # transformers adds 1 to the window if both are given
+    return "encoder_only", lambda window: (window // 2, window // 2)
 
 
 def gemma2(c: ConfigReader) -> ModelConfig:
@@ -95,7 +101,8 @@ def gemma2(c: ConfigReader) -> ModelConfig:
     c.only("use_bidirectional_attention", False)
     c.only("sliding_window_size", c.count("sliding_window", None))  # of the models of 9B and 27B
     rope = rope_of(c, heads_of(c)["head_dim"], c.count("max_position_embeddings"))
-    return with_windows(c, 2, (rope, rope), c.number("attn_logit_softcapping", None, above=0), qk_norm=False)
+    soft_cap = c.number("attn_logit_softcapping", None, above=0)
+    return with_windows(c, 2, (rope, rope), soft_cap, qk_norm=False, seen=sides(c))
 
 
 def gemma3(c: ConfigReader) -> ModelConfig:
@@ -107,7 +114,7 @@ def gemma3(c: ConfigReader) -> ModelConfig:
     global_rope = rope_of_layer_type(c, "full_attention", theta, size, longest, old)
     local_rope = rope_of_layer_type(c, "sliding_attention", local_theta, size, longest)
     every = c.count("sliding_window_pattern", c.count("_sliding_window_pattern", 6))
-    return with_windows(c, every, (global_rope, local_rope), None, qk_norm=True)
+    return with_windows(c, every, (global_rope, local_rope), None, qk_norm=True, seen=gemma3_sides(c))
 
 
 def gemma_tensors(config: ModelConfig) -> dict[str, TensorSource]:
