@@ -227,3 +227,10 @@ def is_finite(x: np.ndarray) -> bool:
     bits = lambda value: np.array(value, x.dtype).view(f"u{width}")
     unsigned, signed = x.view(f"u{width}"), x.view(f"i{width}")
     return bool(unsigned.max() < bits(-math.inf) and signed.max() < bits(math.inf).view(f"i{width}"))
+
+
+def largest_magnitude(x: np.ndarray) -> float:
+    """The largest absolute value of finite floats; 0 if there are none. Over the bits, as `is_finite`."""
+    width = x.dtype.itemsize
+    bits = x.view(f"u{width}") & np.array(2 ** (8 * width - 1) - 1, f"u{width}")  # without the signs
+    return float(bits.max(initial=0, keepdims=True).view(x.dtype).item())

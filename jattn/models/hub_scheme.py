@@ -9,8 +9,10 @@ from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from jattn.models.checkpoint import largest_magnitude
 from jattn.models.placing import placed
 from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
 from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, plain
@@ -155,7 +157,7 @@ class Scheme:
         """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""
         left = iter(tensors)
         of_module = lambda each: [None if name is None else next(left) for name in each]
-        modules = [self._decoded(each[0] if len(names) > 1 else None, of_module(each)) for each in names]
+        modules = [self._decoded(each[0] if len(names) > 1 else None, of_module(each), dtype) for each in names]
         axis = _inputs_axis(make)
         made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
         has_zeros = {module.zero_points is not None for module in modules}
@@ -167,16 +169,24 @@ class Scheme:
             dtype=np.dtype(dtype),
         )  # fmt: skip
 
-    def _decoded(self, name: str | None, tensors: list[np.ndarray | None]) -> Decoded:
+    def _decoded(self, name: str | None, tensors: list[np.ndarray | None], dtype: Any) -> Decoded:
         """A module of these tensors, which fit one another. name: of one, for errors; None: they need none."""
         try:
             decoded = self.decode(*tensors)
             decoded.check(self.group_size)
+            self._check_range(decoded, dtype)
         except ValueError as error:
             if name is None:
                 raise
             raise ValueError(f"{name}: {error}") from error
         return decoded
+
+    def _check_range(self, decoded: Decoded, dtype: Any) -> None:
+        """ValueError if the largest code with the largest scale does not fit in the weight's dtype."""
+        largest = FORMATS[self.format].largest * (1 if decoded.zero_points is None else 2)
+        scale, limit = largest_magnitude(decoded.scales), float(jnp.finfo(dtype).max)
+        if scale * largest > limit:
+            raise ValueError(f"a scale of {scale:g} gives weights that do not fit in {np.dtype(dtype).name}")
 
 
 def _inputs_axis(make: Callable) -> int:

@@ -231,3 +231,18 @@ def test_scales_of_the_cache_without_quantised_weights_are_unknown(tmp_path):
     tiny.write(tmp_path, CONFIG, tiny.tensors(CONFIG) | {"model.layers.0.self_attn.k_scale": np.float32([1])})
     with pytest.raises(ValueError, match=r"self_attn\.k_scale' is not used by this model"):
         models.load(tmp_path)
+
+
+@pytest.mark.parametrize("scales", ["float32", "bfloat16"])
+def test_scales_with_which_weights_do_not_fit_in_their_dtype_are_refused(tmp_path, scales):
+    """As weights that are stored as floats: they would be infinite."""
+
+    def pack(x):
+        scale = np.full((len(x), 1), 200, scales)  # * 448 > 65504
+        weight, exact = rows(x / x.max(), "float", scale)
+        return dict(weight=weight, weight_scale=scale), exact
+
+    folder(tmp_path / "w8a8", settings_of("float", "channel", DYNAMIC), pack)
+    models.load(tmp_path / "w8a8", dtype="bfloat16")
+    with pytest.raises(ValueError, match="layers.0.*a scale of 200 gives weights that do not fit in float16"):
+        models.load(tmp_path / "w8a8", dtype="float16")
