@@ -76,11 +76,8 @@ def read_dense(folder: Path, dtype: Any = None) -> DenseLayer:
     found = {tensor_text(name) for name in checkpoint.locations}
     if checkpoint.locations.keys() != wanted.keys():
         raise ValueError(f"{folder} has the tensors {', '.join(sorted(found))}; {path} asks for {', '.join(wanted)}")
-    kernel, bias = (_read(checkpoint, path, name, wanted, dtype) for name in (KERNEL, BIAS))
-    assert kernel is not None
-    return DenseLayer(
-        kernel=jnp.asarray(kernel.T), bias=None if bias is None else jnp.asarray(bias), activation=activation
-    )
+    read = lambda name: jnp.asarray(_read(checkpoint, path, name, wanted[name], dtype))
+    return DenseLayer(kernel=read(KERNEL).T, bias=read(BIAS) if has_bias else None, activation=activation)
 
 
 def _activation(c: ConfigReader) -> str:
@@ -103,15 +100,11 @@ def _refuse_pickles(folder: Path) -> None:
         )
 
 
-def _read(
-    checkpoint: Checkpoint, config: Path, name: str, wanted: dict[str, tuple[int, ...]], dtype: Any
-) -> np.ndarray | None:
-    """A tensor, checked; None if it is not wanted."""
-    if name not in wanted:
-        return None
+def _read(checkpoint: Checkpoint, config: Path, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """A tensor of this shape, as finite floats."""
     value, file = checkpoint.read(name), checkpoint.locations[name].path
-    if value.shape != wanted[name]:
-        raise ValueError(f"{file}: tensor {name} has the shape {value.shape}, but {config} says {wanted[name]}")
+    if value.shape != shape:
+        raise ValueError(f"{file}: tensor {name} has the shape {value.shape}, but {config} says {shape}")
     if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize < 2:
         raise ValueError(f"{file}: tensor {name} has the dtype {value.dtype}; it must be a float of 16, 32 or 64 bits")
     with np.errstate(over="ignore"):

@@ -65,24 +65,23 @@ def load(
     if folder.method_of_weights is not None and quantization is not None:
         raise UnsupportedError(f"{directory}: its weights are quantised ({method}) already; leave quantization out")
     checkpoint = _checkpoint(folder)
-    table, unused = family.tensors(config), _unused(family, config)
+    table, beginnings = family.tensors(config), family.skipped(config)
+    ignored: set[str] = set()  # names of tensors
     if scheme is None and method is None:
         _refuse_codes(checkpoint)
     if method is not None:
-        unused = _unused_or_in(unused, _cache_scales(checkpoint))
+        ignored |= _cache_scales(checkpoint)
     if head:
         _check_copies(checkpoint, table, family)
     if scheme is not None:
-        of_numbers = folder.stored_dtype if dtype is None else dtype
         try:
-            table = scheme.sources(table, checkpoint.locations, of_numbers)
+            table = scheme.sources(table, checkpoint.locations, folder.stored_dtype if dtype is None else dtype)
         except ValueError as error:
             raise ValueError(f"{directory}: {error}") from None
-        used = {name for source in table.values() for name in source.names}
-        unused = _unused_or_in(unused, _zeros(checkpoint, used, scheme.ignored_if_zero))
+        ignored |= _zeros(checkpoint, _names_in(table), scheme.ignored_if_zero)
     if not head:
-        own = {name for source in table.values() for name in source.names}
-        config, unused = config.without_head(), _unused_or_in(unused, frozenset(own))
+        config, ignored = config.without_head(), ignored | _names_in(table)
+    unused = lambda name: name in ignored or name.endswith(family.unused) or name.startswith(beginnings)
     params = _read_params(checkpoint, table, weight_specs(config), unused, dtype, sharding, progress, quantization)
     return config, params
 
@@ -140,19 +139,18 @@ def check_cache_quant(directory: str | Path, quant: str | None) -> None:
         )
 
 
-def _cache_scales(checkpoint: Checkpoint) -> frozenset[str]:
-    return frozenset(name for name in checkpoint.locations if name.endswith(CACHE_SCALES))
+def _cache_scales(checkpoint: Checkpoint) -> set[str]:
+    return {name for name in checkpoint.locations if name.endswith(CACHE_SCALES)}
 
 
-def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> frozenset[str]:
+def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> set[str]:
     """The names of unused tensors with these endings that hold zeros: such tensors change nothing."""
     names = [name for name in checkpoint.locations if name not in used and endings and name.endswith(endings)]
-    return frozenset(name for name in names if not checkpoint.read(name).any())
+    return {name for name in names if not checkpoint.read(name).any()}
 
 
-def _unused_or_in(unused: Callable[[str], bool], names: frozenset[str]) -> Callable[[str], bool]:
-    """Whether the model does not need a tensor of this name, or it is one of `names`."""
-    return lambda name: name in names or unused(name)
+def _names_in(table: dict[str, TensorSource]) -> set[str]:
+    return {name for source in table.values() for name in source.names}
 
 
 def _refuse_codes(checkpoint: Checkpoint) -> None:
@@ -168,7 +166,7 @@ def _refuse_codes(checkpoint: Checkpoint) -> None:
 
 def _check_copies(checkpoint: Checkpoint, table: dict[str, TensorSource], family: Family) -> None:
     """ValueError if a tensor that is not read, because it repeats the embeddings, has other numbers than these."""
-    used, embed = {name for source in table.values() for name in source.names}, table["embed"].names[0]
+    used, embed = _names_in(table), table["embed"].names[0]
     for name in checkpoint.locations.keys() - used:
         is_copy = name.endswith(COPIES) and name.endswith(family.unused) and embed in checkpoint.locations
         if is_copy and not np.array_equal(checkpoint.read(name), checkpoint.read(embed)):
@@ -288,12 +286,6 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
     if was_converted and not is_finite(made):
         raise ValueError(f"{tensor} does not fit in {made.dtype}: some values are too large")
     return made
-
-
-def _unused(family: Family, config: ModelConfig) -> Callable[[str], bool]:
-    """Whether a model of this family does not need a tensor."""
-    skipped = family.skipped(config)
-    return lambda name: name.endswith(family.unused) or name.startswith(skipped)
 
 
 def _check_names(
