@@ -23,7 +23,7 @@ from jattn.models.hub_codes import (
     unpacked,
 )
 from jattn.models.hub_scheme import WHOLE, Decoded, Groups, Scheme
-from jattn.models.hub_settings import USE_FLOATS, check_activations, config_groups, group_size, ignore_making
+from jattn.models.hub_settings import USE_FLOATS, check_activations, config_groups, group_size, ignore_calibration
 from jattn.ops.quantised import in_places
 
 
@@ -88,7 +88,7 @@ def _weights(g: ConfigReader, layout: Any) -> Weights | None:
     is_symmetric, size = w.flag("symmetric", True), group_size(w)
     size = WHOLE if size is None and strategy in ("channel", "tensor") else size
     blocks = _blocks(w) if strategy == "block" else w.only("block_structure")
-    ignore_making(w)
+    ignore_calibration(w)
     w.refuse_unread()
     return Weights(layout if own is None else own, kind, bits, strategy, is_symmetric, size, blocks)
 

@@ -18,7 +18,7 @@ def group_size(c: ConfigReader) -> int | None:
     return WHOLE if c.get("group_size") == WHOLE else c.count("group_size", None)
 
 
-def ignore_making(w: ConfigReader) -> None:
+def ignore_calibration(w: ConfigReader) -> None:
     """Mark the keys as read that tell how scales were found and stored."""
     w.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
@@ -43,7 +43,7 @@ def check_activations(group: ConfigReader, is_fp4: bool = False) -> None:
     a.only("actorder")
     group_size(a)
     a.ignore("block_structure")
-    ignore_making(a)
+    ignore_calibration(a)
     a.refuse_unread()
     if bits != 8 and not (is_fp4 and (kind, bits) == ("float", 4)):
         raise UnsupportedError(
