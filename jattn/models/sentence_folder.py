@@ -64,6 +64,8 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
             f"{folder / MODULES} has the modules {', '.join(kinds)}; supported are Transformer, Pooling and, after "
             "them, Dense and Normalize"
         )
+    for _, path in modules[2 + len(dense) :]:
+        _check_normalisation(folder / path / "config.json")
     model, pooling = (folder / path for _, path in modules[:2])
     return SentenceFolder(
         model=model, pooling=_pooling(pooling / "config.json"), dense=tuple(dense), normalize=bool(rest),
@@ -104,10 +106,20 @@ def _pooling(path: Path) -> str:
         c.only("include_prompt", True)  # the last token is not of the prompt
     c.ignore("include_prompt")
     c.refuse_unread()
-    found += [ours for ours, (_, name) in POOLING_NAMES.items() if name == mode]
+    found += [ours for ours, (_, name) in POOLING_NAMES.items() if name == mode and ours not in found]
     if len(found) != 1:
         raise UnsupportedError(f"{path} asks for {len(found)} poolings ({', '.join(found)}); one is supported")
     return found[0]
+
+
+def _check_normalisation(path: Path) -> None:
+    """UnsupportedError if a Normalize module is of other vectors than the pooled ones. Older ones have no settings."""
+    if not is_there(path):
+        return
+    c = ConfigReader(read_json(path), str(path))
+    for name in ("module_input_name", "module_output_name"):
+        c.only(name, "sentence_embedding")
+    c.refuse_unread()
 
 
 def _text_settings(model: Path) -> dict[str, Any]:
@@ -153,7 +165,8 @@ def _prompts(path: Path) -> dict[str, Any]:
         c.refuse("prompts", "must be an object of texts")
     if default is not None and (not isinstance(default, str) or default not in prompts):
         c.refuse("default_prompt_name", f"must be one of {', '.join(prompts)}")
-    c.ignore("__version__", "model_type", "similarity_fn_name")
+    c.only("model_type", "SentenceTransformer")  # others give sparse vectors, a vector for each token, or scores
+    c.ignore("__version__", "similarity_fn_name")
     dim = c.count("truncate_dim", None)
     c.refuse_unread()
     return dict(prompts=tuple(prompts.items()), default_prompt=default, dim=dim)

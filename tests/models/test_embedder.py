@@ -126,6 +126,30 @@ def test_either_key_of_a_pooling_is_read(folder, mode, pooling):
     assert read_sentence_folder(folder).pooling == pooling
 
 
+def test_both_keys_may_name_the_same_pooling(folder):
+    put(folder, "1_Pooling/config.json", POOLING | dict(pooling_mode="lasttoken"))
+    assert read_sentence_folder(folder).pooling == "last"
+    put(folder, "1_Pooling/config.json", POOLING | dict(pooling_mode="mean"))
+    with pytest.raises(UnsupportedError, match=r"asks for 2 poolings \(last, mean\)"):
+        read_sentence_folder(folder)
+
+
+def test_the_settings_of_a_normalisation_are_read(folder):
+    put(folder, "2_Normalize/config.json", dict(module_input_name="sentence_embedding"))
+    assert read_sentence_folder(folder).normalize
+    for settings in (dict(module_input_name="token_embeddings"), dict(module_output_name="x"), dict(p=1)):
+        put(folder, "2_Normalize/config.json", settings)
+        with pytest.raises(UnsupportedError, match=f"2_Normalize/config.json.*{next(iter(settings))}="):
+            read_sentence_folder(folder)
+
+
+@pytest.mark.parametrize("kind", ["SparseEncoder", "CrossEncoder", 5])
+def test_another_kind_of_model_is_refused(folder, kind):
+    put(folder, "config_sentence_transformers.json", dict(model_type=kind))
+    with pytest.raises(UnsupportedError, match="model_type=.* must be 'SentenceTransformer'"):
+        read_sentence_folder(folder)
+
+
 def test_a_last_token_is_never_of_the_prompt(folder):
     put(folder, "1_Pooling/config.json", POOLING | dict(include_prompt=False))
     assert read_sentence_folder(folder).pooling == "last"
