@@ -116,7 +116,7 @@ class Scheme:
         values = array(shape[axis] // PACKED, np.uint32) if is_packed else array(shape[axis], codes[self.format])
         zeros = array(groups.number, np.int8) if groups.has_zero_points else None
         parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros)
-        return QuantisedArray(**parts, format=self.format, axis=axis, dtype=np.dtype(dtype))
+        return QuantisedArray(**parts, format=self.format, axis=axis, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
     def _names(self, source: TensorSource, stored: Container[str]) -> list[list[str]] | None:
         """The names of the tensors of each module of a weight; None if the folder has it in another form."""
@@ -166,7 +166,7 @@ class Scheme:
         codes, zeros = made("codes"), made("zero_points") if has_zeros.pop() else None
         return QuantisedArray(
             values=codes, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
-            dtype=np.dtype(dtype),
+            dtype=jax.dtypes.canonicalize_dtype(dtype),
         )  # fmt: skip
 
     def _decoded(self, name: str | None, tensors: list[np.ndarray | None], dtype: Any) -> Decoded:

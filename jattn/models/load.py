@@ -275,7 +275,7 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
     if value.shape != spec.shape:
         raise ValueError(f"{tensor} gives {path} the shape {value.shape} but config.json says {spec.shape}")
     if is_quantised(value):
-        return value if dtype is None else dataclasses.replace(value, dtype=np.dtype(dtype))
+        return value if dtype is None else dataclasses.replace(value, dtype=jax.dtypes.canonicalize_dtype(dtype))
     if value.dtype.name not in FLOATS:
         alone = " without scales" if value.dtype.itemsize == 1 else ""
         raise ValueError(f"{tensor} gives {path} as {value.dtype}{alone}; weights must be one of {', '.join(FLOATS)}")

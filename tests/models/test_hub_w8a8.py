@@ -246,3 +246,13 @@ def test_scales_with_which_weights_do_not_fit_in_their_dtype_are_refused(tmp_pat
     models.load(tmp_path / "w8a8", dtype="bfloat16")
     with pytest.raises(ValueError, match="layers.0.*a scale of 200 gives weights that do not fit in float16"):
         models.load(tmp_path / "w8a8", dtype="float16")
+
+
+@pytest.mark.parametrize("stored", ["float32", "float64"])
+def test_float64_is_float32_where_jax_has_no_wider_floats(tmp_path, stored):
+    """As weights that are not quantised."""
+    config = CONFIG | dict(torch_dtype=stored)
+    folder(tmp_path / "blocks", settings_of("float", "block", BY_128, block_structure=[32, 48]), blocks_pack, config)
+    _, params = models.load(tmp_path / "blocks", dtype="float64" if stored == "float32" else None)
+    kernel = params["layers"][0]["attn"]["q"]["kernel"]
+    assert kernel.dtype == kernel.dequantise().dtype == params["embed"].dtype == "float32"
