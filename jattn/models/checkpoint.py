@@ -5,6 +5,7 @@ import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -227,6 +228,12 @@ def is_finite(x: np.ndarray) -> bool:
     bits = lambda value: np.array(value, x.dtype).view(f"u{width}")
     unsigned, signed = x.view(f"u{width}"), x.view(f"i{width}")
     return bool(unsigned.max() < bits(-math.inf) and signed.max() < bits(math.inf).view(f"i{width}"))
+
+
+def as_floats(x: np.ndarray, dtype: Any) -> np.ndarray:
+    """x in this dtype, or the one that JAX has for it; infinite where it does not fit. A transposed view stays one."""
+    with np.errstate(over="ignore"):
+        return x.astype(jax.dtypes.canonicalize_dtype(dtype), order="K", copy=False)
 
 
 def largest_magnitude(x: np.ndarray) -> float:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import check_kind, choice, optional, reals, short
-from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
+from jattn.models.checkpoint import Checkpoint, as_floats, is_finite, tensor_text
 from jattn.models.config_reader import ConfigReader
 from jattn.models.files import read_json
 from jattn.types import AnyArray, pytree, static
@@ -107,8 +107,7 @@ def _read(checkpoint: Checkpoint, config: Path, name: str, shape: tuple[int, ...
         raise ValueError(f"{file}: tensor {name} has the shape {value.shape}, but {config} says {shape}")
     if not jnp.issubdtype(value.dtype, jnp.floating) or value.dtype.itemsize < 2:
         raise ValueError(f"{file}: tensor {name} has the dtype {value.dtype}; it must be a float of 16, 32 or 64 bits")
-    with np.errstate(over="ignore"):
-        made = value.astype(jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype))
+    made = as_floats(value, value.dtype if dtype is None else dtype)
     if not is_finite(made):
         raise ValueError(f"{file}: tensor {name} does not fit in {made.dtype}: some values are too large")
     return made

@@ -14,7 +14,7 @@ import numpy as np
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import check_kind, dtype_name, function, optional
-from jattn.models.checkpoint import Checkpoint, is_finite, tensor_text
+from jattn.models.checkpoint import Checkpoint, as_floats, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
 from jattn.models.hub_scheme import CACHE_SCALES
@@ -279,9 +279,7 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
     if value.dtype.name not in FLOATS:
         alone = " without scales" if value.dtype.itemsize == 1 else ""
         raise ValueError(f"{tensor} gives {path} as {value.dtype}{alone}; weights must be one of {', '.join(FLOATS)}")
-    with np.errstate(over="ignore"):
-        wanted = jax.dtypes.canonicalize_dtype(value.dtype if dtype is None else dtype)
-        made = value.astype(wanted, order="K", copy=False)  # K: a transposed view stays one
+    made = as_floats(value, value.dtype if dtype is None else dtype)
     was_converted = made.dtype != value.dtype or any(x.dtype.name not in FLOATS for x in stored)
     if was_converted and not is_finite(made):
         raise ValueError(f"{tensor} does not fit in {made.dtype}: some values are too large")

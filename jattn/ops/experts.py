@@ -46,7 +46,7 @@ def _gpu_config(x: jax.Array, kernel: QuantisedArray) -> packed_product_config.P
     processors, (experts, inner, width), rows = device.processors(), kernel.shape, x.shape[0]
     if device.detect().platform != "gpu" or processors is None or is_partitioned() or kernel.axis != -2:
         return None
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or rows > experts * GPU_ROWS_OF_EXPERT:
+    if rows > experts * GPU_ROWS_OF_EXPERT:
         return None
     return packed_product_config.choose(
         processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), format=kernel.format,

@@ -191,7 +191,7 @@ def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
     first, processors = kernels[0], device.processors()
     if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2:
         return None
-    if x.ndim != 2 or x.shape[0] < 1 or x.dtype not in (jnp.bfloat16, jnp.float16):
+    if x.ndim != 2 or x.shape[0] < 1:
         return None
     if not all(kernel.ndim == 2 and _form(kernel) == _form(first) for kernel in kernels):
         return None

@@ -62,13 +62,7 @@ def _distances(cfg: PackedProductConfig) -> list[int]:
 
 def _halves(cfg: PackedProductConfig, words) -> tuple:
     """(the words of a piece as float16, the power of two that its run was divided by)"""
-    top = ptx.i32(0)
-    for word in words:  # bits of magnitudes are in their order
-        text = "{ .reg .b32 t; and.b32 t, $1, 0x7fff7fff; max.u16x2 $0, t, $2; }"
-        top = ptx.asm_value(text, "=r,r,r", word, top, pure=True)
-    for distance in _distances(cfg):
-        text = f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $1, {distance}, 31, -1; max.u16x2 $0, t, $1; }}"
-        top = ptx.asm_value(text, "=r,r", top)
+    top = ptx.largest_halves(words, _distances(cfg))
     top = arith.maxui(arith.shli(top, ptx.i32(16)), arith.andi(top, ptx.i32(0x7FFF0000)))
     factor, inverse = powers(top, TOP["float16"])
     pair = lambda word: [arith.mulf(ptx.float_of_bf16(word, half), factor) for half in range(2)]

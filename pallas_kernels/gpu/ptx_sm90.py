@@ -252,6 +252,22 @@ def shuffle_xor_word(word, distance: int):
     return asm_value(f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;", "=r,r", word)
 
 
+def largest_halves(words, distances):
+    """The largest magnitudes in the low and the high halves of words of two bfloat16 or float16, as their bits.
+
+    distances: to the lanes with which this one exchanges what it has, one after the other. Bits of magnitudes are in
+    their order.
+    """
+    top = i32(0)
+    for word in words:
+        text = "{ .reg .b32 t; and.b32 t, $1, 0x7fff7fff; max.u16x2 $0, t, $2; }"
+        top = asm_value(text, "=r,r,r", word, top, pure=True)
+    for distance in distances:
+        text = f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $1, {distance}, 31, -1; max.u16x2 $0, t, $1; }}"
+        top = asm_value(text, "=r,r", top)
+    return top
+
+
 def of_peer(place, rank):
     """The same SMEM address in another CTA of the cluster, an int or i32."""
     rank = i32(rank) if isinstance(rank, int) else rank

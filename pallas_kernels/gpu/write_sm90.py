@@ -277,13 +277,7 @@ def quantise_rows(shape: _Pool, slots, source, target, scales, first, tokens: in
             places = ptx.add(target, arith.muli(where, ptx.i64(16))), ptx.add(scales, arith.muli(at, ptx.i64(4)))
             loaded.append((*places, ptx.bool_to_i32(ok), first_lane, words))
         for place, of_scale, ok, first_lane, words in loaded:
-            top = ptx.i32(0)
-            for word in words:
-                text = "{ .reg .b32 t; and.b32 t, $1, 0x7fff7fff; max.u16x2 $0, t, $2; }"
-                top = ptx.asm_value(text, "=r,r,r", word, top, pure=True)
-            for distance in (lanes >> n for n in range(1, lanes.bit_length())):
-                text = f"{{ .reg .b32 t; shfl.sync.bfly.b32 t, $1, {distance}, 31, -1; max.u16x2 $0, t, $1; }}"
-                top = ptx.asm_value(text, "=r,r", top)
+            top = ptx.largest_halves(words, [lanes >> n for n in range(1, lanes.bit_length())])
             text = row_scale(shape.source, largest)
             scale = ptx.asm_value(text, "=f,r", top, pure=True)
             store_chunk(place, ok, encode_chunk(shape, words, scale, bounded=True))

@@ -18,20 +18,13 @@ IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 DYNAMIC = dict(num_bits=8, type="int", strategy="token", dynamic=True)
 STATIC = dict(num_bits=8, type="float", strategy="tensor", dynamic=False)
 FP4 = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+GROUPS = dict(type="int", strategy="group", group_size=32)
 SCHEMES = {  # of weights and perhaps of activations -> the format here
-    "w4a16": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True), None, "int4"),
-    "w4a16 with zero points": (
-        dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=False),
-        None,
-        "int4",
-    ),
+    "w4a16": (GROUPS | dict(num_bits=4, symmetric=True), None, "int4"),
+    "w4a16 with zero points": (GROUPS | dict(num_bits=4, symmetric=False), None, "int4"),
     "w4a16 by channel": (dict(num_bits=4, type="int", strategy="channel", symmetric=True), None, "int4"),
     "w8a16": (dict(num_bits=8, type="int", strategy="channel", symmetric=True), None, "int8"),
-    "w8a16 with zero points": (
-        dict(num_bits=8, type="int", strategy="group", group_size=32, symmetric=False),
-        None,
-        "int8",
-    ),
+    "w8a16 with zero points": (GROUPS | dict(num_bits=8, symmetric=False), None, "int8"),
     "fp8": (dict(num_bits=8, type="float", strategy="channel", symmetric=True), None, "fp8"),
     "w8a8": (dict(num_bits=8, type="int", strategy="channel", symmetric=True), DYNAMIC, "int8"),
     "w8a8 of floats": (dict(num_bits=8, type="float", strategy="tensor", symmetric=True), STATIC, "fp8"),
@@ -40,7 +33,7 @@ SCHEMES = {  # of weights and perhaps of activations -> the format here
         DYNAMIC | dict(type="float"),
         "fp8",
     ),
-    "w4a8": (dict(num_bits=4, type="int", strategy="group", group_size=32, symmetric=True), DYNAMIC, "int8"),
+    "w4a8": (GROUPS | dict(num_bits=4, symmetric=True), DYNAMIC, "int8"),
     "nvfp4": (FP4, FP4 | dict(dynamic="local"), "fp4"),
     "nvfp4a16": (FP4, None, "fp4"),
 }

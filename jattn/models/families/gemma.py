@@ -1,6 +1,5 @@
 """Gemma 1 to 3 (text): norm scales stored minus 1, scaled embeddings; from 2 on norms before and after sublayers."""
 
-from collections.abc import Callable
 from typing import Any
 
 from jattn.models.config import LayerConfig, ModelConfig
@@ -9,6 +8,7 @@ from jattn.models.families.family import Family
 from jattn.models.families.shared import (
     MAX_LAYERS,
     UNUSED,
+    Sides,
     attention_biases,
     attention_rows,
     decoder_tensors,
@@ -19,6 +19,7 @@ from jattn.models.families.shared import (
     rms_norm,
     rope_decoder,
     rope_decoder_tensors,
+    sides,
     windows_by_type,
 )  # fmt: skip
 from jattn.models.mlp import ACTIVATIONS, MLP
@@ -52,10 +53,6 @@ def gemma(c: ConfigReader) -> ModelConfig:
     )
 
 
-Sides = tuple[str, Callable[[int], int | tuple[int, int]]]
-"""The type of attention, and sliding_window -> the window."""
-
-
 def with_windows(
     c: ConfigReader, every: int, ropes: tuple[Rope, Rope], soft_cap: float | None, qk_norm: bool, seen: Sides
 ) -> ModelConfig:
@@ -79,13 +76,6 @@ def with_windows(
 
     final_cap = c.number("final_logit_softcapping", None, above=0)
     return model_config(c, map(layer, windows), norm, tied=True, embedding_scale=hidden**0.5, logits_soft_cap=final_cap)
-
-
-def sides(c: ConfigReader) -> Sides:
-    """is_causal false: all of sliding_window on each side."""
-    if c.flag("is_causal", True):
-        return "decoder", lambda window: window
-    return "encoder_only", lambda window: (window, window)
 
 
 def gemma3_sides(c: ConfigReader) -> Sides:

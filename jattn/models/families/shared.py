@@ -22,6 +22,12 @@ Windows = Callable[[ConfigReader, int], list[int | None]]
 Ropes = Callable[[int, int | None], Rope | None]
 """(index of a layer, its sliding window) -> its rotary embedding."""
 
+Sides = tuple[str, Callable[[int], int | tuple[int, int]]]
+"""The type of attention, and sliding_window -> the window."""
+
+BOTH_SIDES: Sides = ("encoder_only", lambda window: (window, window))
+"""Every token attends to every other, or to as many as the window has on each side."""
+
 MAX_LAYERS, MAX_HEADS, MAX_EXPERTS = 10_000, 65_536, 65_536
 """Upper limits, far above any known model. Larger numbers would exhaust memory while the config is read."""
 
@@ -138,7 +144,6 @@ def rope_decoder(
     scale: of the attention logits, or a function of the layer's index.
     ropes: None: one rotary embedding for all layers, made by `rope_of` with rope_options.
     model: more arguments of `model_config`. attention: more options of AttentionConfig.
-    If is_causal is false, every token attends to every other, or to as many as the window has on each side.
     """
     heads, count = heads or heads_of(c), c.count("num_hidden_layers", high=MAX_LAYERS)
     norm = rms_norm(c) if norm is None else norm
@@ -154,13 +159,15 @@ def rope_decoder(
     c.only("use_mrope", False)
     if heads.get("attn_type") == "encoder_only":
         c.only("is_causal", False)
-    is_causal = heads.get("attn_type") != "encoder_only" and c.flag("is_causal", True)
-    heads = heads if is_causal else heads | dict(attn_type="encoder_only")
+        attn_type, seen = BOTH_SIDES
+    else:
+        attn_type, seen = sides(c)
+    attending: dict[str, Any] = heads | dict(attn_type=attn_type)
 
     def layer(index: int, window: int | None) -> LayerConfig:
         layer_scale = scale(index) if callable(scale) else scale
-        sides = window if is_causal or window is None else (window, window)
-        spec = AttentionSpec(**heads, sliding_window=sides, has_sinks=sinks, scale=layer_scale)
+        both = None if window is None else seen(window)
+        spec = AttentionSpec(**attending, sliding_window=both, has_sinks=sinks, scale=layer_scale)
         rope = ropes(index, window)
         return LayerConfig(
             self_attn=AttentionConfig(spec=spec, hidden_size=c.count("hidden_size"), rope=rope, **attention),
@@ -172,6 +179,11 @@ def rope_decoder(
 
     layers = [layer(index, window) for index, window in enumerate(windows(c, count))]
     return model_config(c, layers, norm, **(model or {}))
+
+
+def sides(c: ConfigReader) -> Sides:
+    """BOTH_SIDES where is_causal is false."""
+    return ("decoder", lambda window: window) if c.flag("is_causal", True) else BOTH_SIDES
 
 
 def rope_layers(c: ConfigReader, count: int) -> list[bool]:
