@@ -9,7 +9,8 @@ from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
-from jattn.ops.experts import expert_product
+from jattn.ops.expert_rows import ExpertRows, arrange
+from jattn.ops.experts import expert_product, row_multiple, silu_expert_product
 from jattn.ops.product import product
 
 SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
@@ -140,15 +141,16 @@ class MoE:
         is_range = count < self.num_routes
         if is_range:
             flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # count: not in this range
-        order = jnp.argsort(flat, stable=True)  # rows of one expert are contiguous
-        rows, score = x[order // self.top_k], score.reshape(-1)[order, None].astype(x.dtype)
-        on_input = self.scores == "sigmoid_of_input"
-        sizes = jnp.bincount(flat, length=count).astype(jnp.int32)
-        y = self._experts(weights, rows * score if on_input else rows, sizes, flat[order])
-        if is_range:  # the rows after the last group are undefined
-            y = jnp.where(flat[order, None] < count, y, 0)
+        x, score = jnp.asarray(x), score.reshape(-1, 1).astype(x.dtype)
+        multiple = row_multiple(flat.shape[0], x.dtype, [weights[name]["kernel"] for name in ("gate", "up", "down")])
+        rows = arrange(flat, count, multiple)
+        given = x.at[rows.choice // self.top_k].get(mode="promise_in_bounds")
+        if on_input := self.scores == "sigmoid_of_input":
+            given = given * score[rows.choice]
+        y = self._experts(weights, given, rows, multiple)
+        y = y.at[rows.row].get(mode="fill" if is_range else "promise_in_bounds", fill_value=0)  # 0: not in this range
         y = y if on_input else y * score
-        y = y[jnp.argsort(order)].reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
+        y = y.reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
         return y if kept is None else y + x * jnp.where(first == 0, kept, 0)[:, None].astype(x.dtype)
 
     def _route(self, router: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -192,14 +194,17 @@ class MoE:
         y = self.shared(weights["shared"], x)
         return y * jax.nn.sigmoid(linear(weights["shared_gate"], x)) if self.shared_gate else y
 
-    def _experts(self, weights: dict, rows: jax.Array, sizes: jax.Array, expert: jax.Array) -> jax.Array:
-        """The experts' MLPs of rows [T * k, hidden], sorted by expert i32[T * k]; expert e has sizes[e] of the rows."""
+    def _experts(self, weights: dict, x: jax.Array, rows: ExpertRows, multiple: int) -> jax.Array:
+        """The experts' MLPs of x [rows, hidden], arranged as `rows`, each expert's padded to `multiple`."""
+        kernel = lambda name: weights[name]["kernel"]
 
         def dot(name: str, x: jax.Array) -> jax.Array:
-            y = expert_product(x, weights[name]["kernel"], sizes)
-            return y + weights[name]["bias"][expert] if self.bias else y
+            y = expert_product(x, kernel(name), rows.sizes, multiple)
+            return y + weights[name]["bias"][rows.expert] if self.bias else y
 
-        gate, up = dot("gate", rows), dot("up", rows)
+        if self.activation == "silu" and self.clamp is None and not self.bias:
+            return dot("down", silu_expert_product(x, kernel("gate"), kernel("up"), rows.sizes, multiple))
+        gate, up = dot("gate", x), dot("up", x)
         if self.clamp is None:
             return dot("down", activation(self.activation)(gate) * up)
         alpha, limit = self.clamp

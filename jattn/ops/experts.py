@@ -1,12 +1,17 @@
-"""Rows times the matrices of their experts: packed ones are read as they are, or dequantised for many rows."""
+"""Rows times the matrices of their experts: packed ones are read as they are, or dequantised for many rows.
+
+The rows of an expert lie together, and the experts follow one another.
+"""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jattn import device
+from jattn.ops import expert_tiles
 from jattn.ops.product import NATIVE_DTYPES, has_native_groups, is_partitioned
 from jattn.ops.quantised import QuantisedArray, plain
 from pallas_kernels.cpu.native import library, ops
@@ -16,10 +21,24 @@ GPU_ROWS_OF_EXPERT = 32
 """Mean rows of an expert up to which the GPU kernel is used: each tile of 16 reads the expert's weights once more."""
 
 
-def expert_product(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> jax.Array:
+Kernel = jax.Array | QuantisedArray
+
+
+def row_multiple(rows: int, dtype: Any, kernels: Sequence[Kernel]) -> int:
+    """Products are fast if the rows of each expert are padded to a multiple of this; 1: they need not be.
+
+    rows: of all experts together, without padding.
+    """
+    x = jax.ShapeDtypeStruct((rows, kernels[0].shape[1]), dtype)
+    if is_partitioned() or all(isinstance(k, QuantisedArray) and _gpu_config(x, k) is not None for k in kernels):
+        return 1
+    return expert_tiles.row_multiple(rows, jnp.dtype(dtype).name, [kernel.shape for kernel in kernels])
+
+
+def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int = 1) -> jax.Array:
     """[N, out]: x [N, in], in the order of its rows' experts, times kernel [experts, in, out]; in the dtype of x.
 
-    sizes i32[experts]: rows of each expert. Rows beyond their sum are undefined.
+    sizes i32[experts]: rows of each expert, all of them multiples of `multiple`. Rows beyond their sum are undefined.
     """
     if sizes.shape != kernel.shape[:1]:
         raise ValueError(f"{sizes.shape=} must be {kernel.shape[:1]}: the rows of each expert")
@@ -28,7 +47,19 @@ def expert_product(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: ja
             return _native(x, kernel, sizes)
         if (config := _gpu_config(x, kernel)) is not None:
             return _gpu(x, kernel, sizes, config)
-    return _dots(x, kernel, sizes)
+    matrix = plain(kernel, x.dtype)
+    if (tiles := expert_tiles.config_of(x, [matrix], multiple)) is not None:
+        return _tiled(x, matrix, sizes, tiles)
+    return _dots(x, matrix, sizes)
+
+
+def silu_expert_product(x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1) -> jax.Array:
+    """silu(x gate) * (x up), as by two calls of `expert_product`, which may be rounded first."""
+    if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
+        if (tiles := expert_tiles.config_of(x, [gate, up], multiple)) is not None:
+            return _tiled_silu(x, gate, up, sizes, tiles)
+    of_gate, of_up = (expert_product(x, kernel, sizes, multiple) for kernel in (gate, up))
+    return jax.nn.silu(of_gate) * of_up
 
 
 def _dots(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> jax.Array:
@@ -70,7 +101,7 @@ def _gpu(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array, config: Any) ->
     def each(x, matrix, tiles):
         return packed_product_sm90.packed_product(x, (matrix,), config, tiles)[0]
 
-    return each(x, (kernel.values, kernel.scales, kernel.zero_points), expert_tiles(sizes, config))
+    return each(x, (kernel.values, kernel.scales, kernel.zero_points), packed_tiles(sizes, config))
 
 
 @_native.defjvp
@@ -83,7 +114,32 @@ def _gpu_jvp(config: Any, primals, tangents):
     return _gpu(*primals, config), jax.jvp(_dots, primals, tangents)[1]
 
 
-def expert_tiles(sizes: jax.Array, config: packed_product_config.PackedProductConfig) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _tiled(x: jax.Array, matrix: jax.Array, sizes: jax.Array, config: Any) -> jax.Array:
+    """The kernel for matrices of 16 bits, likewise."""
+    return expert_tiles.product(x, matrix, sizes, config)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _tiled_silu(x: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array, config: Any) -> jax.Array:
+    """`silu_expert_product` in one launch."""
+    return expert_tiles.silu(x, gate, up, sizes, config)
+
+
+@_tiled.defjvp
+def _tiled_jvp(config: Any, primals, tangents):
+    return _tiled(*primals, config), jax.jvp(_dots, primals, tangents)[1]
+
+
+@_tiled_silu.defjvp
+def _tiled_silu_jvp(config: Any, primals, tangents):
+    def in_steps(x, gate, up, sizes):
+        return jax.nn.silu(_dots(x, gate, sizes)) * _dots(x, up, sizes)
+
+    return _tiled_silu(*primals, config), jax.jvp(in_steps, primals, tangents)[1]
+
+
+def packed_tiles(sizes: jax.Array, config: packed_product_config.PackedProductConfig) -> jax.Array:
     """i32[config.tiles, 3]: (expert, first row, rows) of each tile, of at most config.tile_rows rows; 0 at the end."""
     of_expert = -(-sizes // config.tile_rows)
     ends, number = jnp.cumsum(of_expert, dtype=jnp.int32), jnp.arange(config.tiles, dtype=jnp.int32)

@@ -64,7 +64,7 @@ def test_tiles_have_each_row_once(sizes):
     )  # fmt: skip
     expert = np.repeat(np.arange(len(sizes)), sizes)
     seen = []
-    for e, first, count in np.asarray(experts.expert_tiles(jnp.array(sizes), config)):
+    for e, first, count in np.asarray(experts.packed_tiles(jnp.array(sizes), config)):
         assert count <= config.tile_rows
         assert (expert[first : first + count] == e).all()
         seen += range(first, first + count)

@@ -1,0 +1,62 @@
+"""ExpertRows: where the rows of each expert lie, together and padded."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+BLOCK = 128  # choices that are compared with one another
+
+
+class ExpertRows(NamedTuple):
+    """An order of choices of experts. A pytree."""
+
+    choice: jax.Array  # i32[rows]: the choice in each row; any in padding
+    row: jax.Array  # i32[choices]: the row of each choice; the number of rows: its expert is not among these
+    expert: jax.Array  # i32[rows]: the expert of each row; undefined in rows after the last expert's
+    sizes: jax.Array  # i32[experts]: rows of each expert, with padding
+    """The rows of an expert lie together, in the order of the choices, padded to a multiple."""
+
+
+def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
+    """expert i32[choices]: the expert of each choice, from 0 to experts - 1; `experts`: of no expert here."""
+    count = expert.shape[0]
+    rank, sizes = _ranks(expert, experts)
+    padded = -(-sizes // multiple) * multiple
+    rows = count if multiple == 1 else padded_count(count, experts, multiple)
+    first = jnp.append(jnp.cumsum(padded) - padded, rows).astype(jnp.int32)
+    row = jnp.where(expert < experts, first[expert] + rank, rows)
+    place = lambda value: jnp.zeros(rows, jnp.int32).at[row].set(value, mode="drop")
+    found = ExpertRows(place(jnp.arange(count, dtype=jnp.int32)), row, place(expert), padded)
+    return jax.lax.optimization_barrier(found)  # else XLA computes a row's place again for each of its numbers
+
+
+def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index] along the first axis. XLA copies words of 4 bytes twice as fast as those of 2 on a GPU."""
+    if x.dtype.itemsize != 2 or x.ndim != 2 or x.shape[1] % 2:
+        return x.at[index].get(mode="promise_in_bounds")
+    words = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
+    found = words.at[index].get(mode="promise_in_bounds")
+    return jax.lax.bitcast_convert_type(found, x.dtype).reshape(-1, x.shape[1])
+
+
+def _ranks(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """i32[choices]: how many choices before each have its expert; i32[experts]: the choices of each expert.
+
+    By comparisons of blocks: a sort of 16384 choices takes 50 us on an H200.
+    """
+    count = expert.shape[0]
+    blocks = jnp.pad(expert, (0, -count % BLOCK), constant_values=experts).reshape(-1, BLOCK)
+    of_block = (blocks[:, :, None] == jnp.arange(experts)[None, None, :]).sum(
+        axis=1, dtype=jnp.int32
+    )  # [blocks, experts]
+    ends = jnp.cumsum(of_block, axis=0)
+    is_before = jnp.arange(BLOCK)[:, None] > jnp.arange(BLOCK)[None, :]
+    in_block = ((blocks[:, :, None] == blocks[:, None, :]) & is_before[None]).sum(axis=2, dtype=jnp.int32)
+    before = jnp.take_along_axis(ends - of_block, jnp.minimum(blocks, experts - 1), axis=1)
+    return (before + in_block).reshape(-1)[:count], ends[-1]
+
+
+def padded_count(choices: int, experts: int, multiple: int) -> int:
+    """Rows that are enough for any choices, each expert's padded to a multiple."""
+    return (choices + min(choices, experts) * (multiple - 1)) // multiple * multiple
