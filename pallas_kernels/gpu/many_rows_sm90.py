@@ -117,9 +117,13 @@ def _kernel(config: ManyRowsConfig, x, groups, out, join):
 
 
 def _store(tile, stored, out):
-    """Write a warpgroup's tile to global memory, through its two blocks of shared memory in turn."""
-    for i in range(tile.shape[1] // _STORED[1]):
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    """Write a warpgroup's tile to global memory, through its two blocks of shared memory in turn.
+
+    A tile of one block always takes the first one, so that the copy of the tile before must have ended.
+    """
+    blocks = tile.shape[1] // _STORED[1]
+    for i in range(blocks):
+        plgpu.wait_smem_to_gmem(min(blocks, 2) - 1, wait_read_only=True)
         part = slice(i * _STORED[1], (i + 1) * _STORED[1])
         stored[i % 2] = tile[:, part]
         plgpu.commit_smem()

@@ -10,8 +10,9 @@ import pytest
 from jattn.device import Chip
 from jattn.ops import many_rows, product
 from pallas_kernels.gpu import many_rows_sm90 as kernel
-from pallas_kernels.gpu.many_rows_config import DEPTH, ROWS, STAGES, choose
+from pallas_kernels.gpu.many_rows_config import DEPTH, ROWS, STAGES, ManyRowsConfig, choose
 
+INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
 SHARED_BYTES = 227 * 1024  # of a CTA on Hopper
 SHAPES = {  # inner, widths, gated
     "gate and up of Llama 1B": (2048, (8192, 8192), True),
@@ -144,3 +145,21 @@ def test_it_lowers_for_cuda(shape, rows):
     export = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=[check])(x, *weights)
     assert export.out_avals[0].shape == (rows, widths[0] if together else sum(widths))
     assert "mosaic_gpu_v2" in export.mlir_module()
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("columns", [64, 128])
+def test_no_result_is_overwritten_before_it_is_copied(columns):
+    """A warpgroup stores a tile of 64 columns at once, and the next tile soon after."""
+    from tests.kernels.gpu.interpreter import interpreted
+
+    rng = np.random.default_rng(columns)
+    x, gate, up = (rng.standard_normal(s) for s in ((300, 256), *((256, 128),) * 2))
+    x, gate, up = (jnp.asarray(y, jnp.bfloat16) for y in (x, gate / 16, up / 16))
+    wide = [np.asarray(y, np.float64) for y in (x, gate, up)]
+    of_gate, of_up = wide[0] @ wide[1], wide[0] @ wide[2]
+    with interpreted(detect_races=True):
+        gated = kernel.gated_product(x, gate, up, ManyRowsConfig(columns, 2))
+        joined = kernel.joined_product(x, (gate, up), ManyRowsConfig(columns, 2))
+    for found, wanted in ((gated, of_gate / (1 + np.exp(-of_gate)) * of_up), (joined, np.hstack([of_gate, of_up]))):
+        assert np.abs(np.asarray(found, np.float64) - wanted).max() < 2.0**-8 * np.abs(wanted).max()
