@@ -114,7 +114,9 @@ def measure_layer(problem: Problem) -> dict:
     """The router, the order of the rows, the products and the sum over a token's experts."""
     x, (gate, up, down), _ = problem.draw()
     moe = MoE(width=problem.width, num_experts=problem.experts, top_k=problem.top)
-    router = jax.random.normal(jax.random.key(5), (problem.hidden, problem.experts), jnp.bfloat16)
+    router = (
+        jax.random.normal(jax.random.key(5), (problem.hidden, problem.experts), jnp.bfloat16) * problem.hidden**-0.5
+    )
     weights = dict(router=dict(kernel=router), gate=dict(kernel=gate), up=dict(kernel=up), down=dict(kernel=down))
     run = compiled(lambda weights, x: moe(weights, x), weights, x, tokens=problem.tokens)
     y = run(weights, x)

@@ -9,7 +9,7 @@ from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
-from jattn.ops.expert_rows import ExpertRows, arrange
+from jattn.ops.expert_rows import ExpertRows, arrange, take_rows
 from jattn.ops.experts import expert_product, row_multiple, silu_expert_product
 from jattn.ops.product import product
 
@@ -142,9 +142,10 @@ class MoE:
         if is_range:
             flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # count: not in this range
         x, score = jnp.asarray(x), score.reshape(-1, 1).astype(x.dtype)
-        multiple = row_multiple(flat.shape[0], x.dtype, [weights[name]["kernel"] for name in ("gate", "up", "down")])
+        kernels = [weights[name]["kernel"] for name in ("gate", "up", "down")]
+        multiple = row_multiple(flat.shape[0], x.dtype, kernels, share=count / self.num_routes)
         rows = arrange(flat, count, multiple)
-        given = x.at[rows.choice // self.top_k].get(mode="promise_in_bounds")
+        given = take_rows(x, rows.choice // self.top_k)
         if on_input := self.scores == "sigmoid_of_input":
             given = given * score[rows.choice]
         y = self._experts(weights, given, rows, multiple)

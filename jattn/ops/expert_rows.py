@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jattn import device
+
 BLOCK = 128  # choices that are compared with one another
 
 
@@ -31,13 +33,20 @@ def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
     return jax.lax.optimization_barrier(found)  # else XLA computes a row's place again for each of its numbers
 
 
+@jax.custom_jvp
 def take_rows(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index] along the first axis. XLA copies words of 4 bytes twice as fast as those of 2 on a GPU."""
-    if x.dtype.itemsize != 2 or x.ndim != 2 or x.shape[1] % 2:
+    """x[index] for x [rows, columns]. On a GPU, XLA copies words of 32 bits up to twice as fast as those of 16."""
+    if device.detect().platform != "gpu" or x.dtype.itemsize != 2 or x.shape[1] % 2:
         return x.at[index].get(mode="promise_in_bounds")
     words = jax.lax.bitcast_convert_type(x.reshape(x.shape[0], -1, 2), jnp.uint32)
     found = words.at[index].get(mode="promise_in_bounds")
     return jax.lax.bitcast_convert_type(found, x.dtype).reshape(-1, x.shape[1])
+
+
+@take_rows.defjvp
+def _take_rows_jvp(primals, tangents):
+    (x, index), (dx, _) = primals, tangents
+    return take_rows(x, index), dx.at[index].get(mode="promise_in_bounds")
 
 
 def _ranks(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
@@ -47,9 +56,7 @@ def _ranks(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """
     count = expert.shape[0]
     blocks = jnp.pad(expert, (0, -count % BLOCK), constant_values=experts).reshape(-1, BLOCK)
-    of_block = (blocks[:, :, None] == jnp.arange(experts)[None, None, :]).sum(
-        axis=1, dtype=jnp.int32
-    )  # [blocks, experts]
+    of_block = (blocks[:, :, None] == jnp.arange(experts)[None, None, :]).sum(axis=1, dtype=jnp.int32)
     ends = jnp.cumsum(of_block, axis=0)
     is_before = jnp.arange(BLOCK)[:, None] > jnp.arange(BLOCK)[None, :]
     in_block = ((blocks[:, :, None] == blocks[:, None, :]) & is_before[None]).sum(axis=2, dtype=jnp.int32)

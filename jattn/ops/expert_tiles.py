@@ -14,26 +14,27 @@ from pallas_kernels.gpu.expert_product_config import ExpertProductConfig, choose
 Shape = tuple[int, ...]
 
 
-def row_multiple(choices: int, dtype: str, matrices: Sequence[Shape]) -> int:
+def row_multiple(choices: int, dtype: str, matrices: Sequence[Shape], share: float = 1.0) -> int:
     """A multiple to which the rows of each expert are padded for these matrices; 1: the kernel does not serve them.
 
-    choices: rows of all experts together, without padding. matrices: their shapes [experts, inner, width].
+    choices: the most rows of all experts together, without padding; share: of them, that are likely. matrices: their
+    shapes [experts, inner, width].
     """
     if not choices or not matrices:
         return 1
     experts, width = matrices[0][0], math.gcd(*(shape[2] for shape in matrices))
-    tile_rows = tile_rows_of(choices, experts, width)
+    tile_rows = tile_rows_of(math.ceil(choices * share), experts, width)
     rows = padded_count(choices, experts, tile_rows)
     is_served = all(_choose(rows, dtype, shape, tile_rows) is not None for shape in matrices)
     return tile_rows if is_served else 1
 
 
 def config_of(x: jax.Array, matrices: Sequence[jax.Array], multiple: int) -> ExpertProductConfig | None:
-    """The launch for rows padded to `multiple`; None if there is none. Two matrices: for `silu`."""
-    shapes = {matrix.shape for matrix in matrices}
-    if multiple == 1 or x.shape[0] % multiple or len(shapes) > 1 or any(m.dtype != x.dtype for m in matrices):
+    """The launch for rows padded to `multiple`; None if there is none."""
+    shape = matrices[0].shape
+    if multiple == 1 or x.shape[0] % multiple or any(m.shape != shape or m.dtype != x.dtype for m in matrices):
         return None
-    return _choose(x.shape[0], x.dtype.name, *shapes, multiple, len(matrices))
+    return _choose(x.shape[0], x.dtype.name, shape, multiple, len(matrices))
 
 
 def _choose(rows: int, dtype: str, shape: Shape, tile_rows: int, matrices: int = 1) -> ExpertProductConfig | None:
@@ -56,21 +57,14 @@ def tiles_of(sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
     return jnp.concatenate([jnp.full((1, 3), ends[-1]), each])
 
 
-def product(x: jax.Array, matrix: jax.Array, sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
-    """[rows, width]: each row times its expert's matrix. Under vmap it is called once per element."""
-    return _each(x, (matrix,), sizes, config)
+def product(x: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
+    """[rows, width]: each row times its expert's matrix; of two matrices, silu(x gate) * (x up).
 
-
-def silu(x: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
-    """silu(x gate) * (x up), likewise, in one launch."""
-    return _each(x, (gate, up), sizes, config)
-
-
-def _each(x, matrices: tuple[jax.Array, ...], sizes, config: ExpertProductConfig) -> jax.Array:
-    run = kernels.gated_expert_product if len(matrices) == 2 else kernels.expert_product
+    Under vmap it is called once per element.
+    """
 
     @jax.custom_batching.sequential_vmap
     def each(x, matrices, sizes):
-        return run(x, *matrices, tiles_of(sizes, config), config)
+        return kernels.expert_product(x, matrices, tiles_of(sizes, config), config)
 
     return each(x, matrices, sizes)

@@ -24,15 +24,15 @@ GPU_ROWS_OF_EXPERT = 32
 Kernel = jax.Array | QuantisedArray
 
 
-def row_multiple(rows: int, dtype: Any, kernels: Sequence[Kernel]) -> int:
+def row_multiple(rows: int, dtype: Any, kernels: Sequence[Kernel], share: float = 1.0) -> int:
     """Products are fast if the rows of each expert are padded to a multiple of this; 1: they need not be.
 
-    rows: of all experts together, without padding.
+    rows: of all experts together, without padding; share: of them, that these experts may expect.
     """
     x = jax.ShapeDtypeStruct((rows, kernels[0].shape[1]), dtype)
     if is_partitioned() or all(isinstance(k, QuantisedArray) and _gpu_config(x, k) is not None for k in kernels):
         return 1
-    return expert_tiles.row_multiple(rows, jnp.dtype(dtype).name, [kernel.shape for kernel in kernels])
+    return expert_tiles.row_multiple(rows, jnp.dtype(dtype).name, [kernel.shape for kernel in kernels], share)
 
 
 def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int = 1) -> jax.Array:
@@ -49,7 +49,7 @@ def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int
             return _gpu(x, kernel, sizes, config)
     matrix = plain(kernel, x.dtype)
     if (tiles := expert_tiles.config_of(x, [matrix], multiple)) is not None:
-        return _tiled(x, matrix, sizes, tiles)
+        return _tiled(x, (matrix,), sizes, tiles)
     return _dots(x, matrix, sizes)
 
 
@@ -57,7 +57,7 @@ def silu_expert_product(x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array
     """silu(x gate) * (x up), as by two calls of `expert_product`, which may be rounded first."""
     if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
         if (tiles := expert_tiles.config_of(x, [gate, up], multiple)) is not None:
-            return _tiled_silu(x, gate, up, sizes, tiles)
+            return _tiled(x, (gate, up), sizes, tiles)
     of_gate, of_up = (expert_product(x, kernel, sizes, multiple) for kernel in (gate, up))
     return jax.nn.silu(of_gate) * of_up
 
@@ -72,7 +72,9 @@ def _is_native(x: jax.Array, kernel: QuantisedArray) -> bool:
     return device.detect().platform == "cpu" and is_form and not is_partitioned() and bool(library.status().isas)
 
 
-def _gpu_config(x: jax.Array, kernel: QuantisedArray) -> packed_product_config.PackedProductConfig | None:
+def _gpu_config(
+    x: jax.Array | jax.ShapeDtypeStruct, kernel: QuantisedArray
+) -> packed_product_config.PackedProductConfig | None:
     """The launch on this GPU; None if the kernel does not serve it."""
     processors, (experts, inner, width), rows = device.processors(), kernel.shape, x.shape[0]
     if device.detect().platform != "gpu" or processors is None or is_partitioned() or kernel.axis != -2:
@@ -115,28 +117,18 @@ def _gpu_jvp(config: Any, primals, tangents):
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _tiled(x: jax.Array, matrix: jax.Array, sizes: jax.Array, config: Any) -> jax.Array:
-    """The kernel for matrices of 16 bits, likewise."""
-    return expert_tiles.product(x, matrix, sizes, config)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _tiled_silu(x: jax.Array, gate: jax.Array, up: jax.Array, sizes: jax.Array, config: Any) -> jax.Array:
-    """`silu_expert_product` in one launch."""
-    return expert_tiles.silu(x, gate, up, sizes, config)
+def _tiled(x: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array, config: Any) -> jax.Array:
+    """The kernel for matrices of 16 bits, likewise; of two, `silu_expert_product`."""
+    return expert_tiles.product(x, matrices, sizes, config)
 
 
 @_tiled.defjvp
 def _tiled_jvp(config: Any, primals, tangents):
-    return _tiled(*primals, config), jax.jvp(_dots, primals, tangents)[1]
+    def in_steps(x, matrices, sizes):
+        products = [_dots(x, matrix, sizes) for matrix in matrices]
+        return jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]
 
-
-@_tiled_silu.defjvp
-def _tiled_silu_jvp(config: Any, primals, tangents):
-    def in_steps(x, gate, up, sizes):
-        return jax.nn.silu(_dots(x, gate, sizes)) * _dots(x, up, sizes)
-
-    return _tiled_silu(*primals, config), jax.jvp(in_steps, primals, tangents)[1]
+    return _tiled(*primals, config), jax.jvp(in_steps, primals, tangents)[1]
 
 
 def packed_tiles(sizes: jax.Array, config: packed_product_config.PackedProductConfig) -> jax.Array:

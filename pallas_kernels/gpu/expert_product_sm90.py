@@ -30,28 +30,19 @@ LOADING_REGISTERS = 40
 COMPUTING_REGISTERS = {1: 240, 2: 232, 3: 152}  # by the number of warpgroups that multiply
 
 
-def expert_product(x: jax.Array, matrix: jax.Array, tiles: jax.Array, config: ExpertProductConfig) -> jax.Array:
-    """[rows, width]: x [rows, inner] times matrix [experts, inner, width].
-
-    tiles i32[1 + config.tiles, 3]: how many tiles have rows; then of each tile its expert, the expert's first tile, and
-    the number of the expert's tiles. Rows of tiles after those that have some are undefined.
-    """
-    return _launch(x, (matrix,), tiles, config)
-
-
-def gated_expert_product(
-    x: jax.Array, gate: jax.Array, up: jax.Array, tiles: jax.Array, config: ExpertProductConfig
-) -> jax.Array:
-    """silu(x gate) * (x up), likewise, in one launch."""
-    return _launch(x, (gate, up), tiles, config)
-
-
 def _silu_times(gate, up):
     return gate / (1 + jnp.exp(-gate)) * up
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def _launch(x, matrices: tuple[jax.Array, ...], tiles: jax.Array, config: ExpertProductConfig) -> jax.Array:
+def expert_product(
+    x: jax.Array, matrices: tuple[jax.Array, ...], tiles: jax.Array, config: ExpertProductConfig
+) -> jax.Array:
+    """[rows, width]: x [rows, inner] times a matrix [experts, inner, width]; of two, silu(x gate) * (x up).
+
+    tiles i32[1 + config.tiles, 3]: how many tiles have rows; then of each tile its expert, the expert's first tile, and
+    the number of the expert's tiles. Rows of tiles after those that have some are undefined.
+    """
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))

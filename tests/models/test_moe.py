@@ -1,6 +1,7 @@
 """Mixtures of experts against their definition, token by token in float64, without transformers."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,6 +10,7 @@ from jattn.models import MLP, MoE
 from jattn.nn.weight_spec import is_weight_spec
 from tests.models import examples, textbook
 from tests.nn import dense
+from tests.ops.test_experts import of_16_bits, on_hopper
 
 HIDDEN, ROWS = 12, 30
 SIZES = dict(num_experts=5, width=7)
@@ -127,3 +129,23 @@ def test_a_decoder_of_experts_is_the_textbook_whole_and_in_chunks(name):
     for chunk in (None, 8):
         mine = models.prompt_logits(config, params, ids, chunk=chunk, backend="sdpa")
         np.testing.assert_allclose(mine, wanted, atol=1e-4 * wanted.std())
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid_of_input"])
+def test_padded_rows_give_the_same_mixture(monkeypatch, scores):
+    """On Hopper each expert's rows are padded; whole, and in two ranges of experts as on the devices of a mesh."""
+    moe = MoE(num_experts=4, top_k=2, width=128, scores=scores)
+    gate, up, down = of_16_bits()
+    draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape) + shape[0]).standard_normal(shape), "bfloat16")
+    x, router = draw(9, 64), draw(64, 4)
+    weights = {name: {"kernel": w} for name, w in dict(router=router, gate=gate, up=up, down=down).items()}
+    wanted = np.asarray(moe(weights, x), np.float64)
+    seen = on_hopper(monkeypatch)
+    found = np.asarray(moe(weights, x), np.float64)
+    assert [config.matrices for config in seen] == [2, 1] and seen[0].tile_rows > 1
+    assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
+    parts = 0
+    for first, count in ((0, 1), (1, 3)):
+        own = {name: {"kernel": weights[name]["kernel"][first : first + count]} for name in ("gate", "up", "down")}
+        parts += np.asarray(moe.routed(weights | own, x, first, count), np.float64)
+    assert np.abs(parts - wanted).max() < 0.02 * np.abs(wanted).max()

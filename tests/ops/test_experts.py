@@ -1,6 +1,7 @@
 """Rows times the packed matrices of their experts, against numpy in float64."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -99,3 +100,69 @@ def test_the_gpu_kernel_is_called_for_each_element_under_vmap_and_refuses_what_d
         with pytest.raises(ValueError, match=message):
             operands = array(shape, jnp.bfloat16), array((sizes,), jnp.int32)
             jax.eval_shape(lambda x, sizes: experts.expert_product(x, weight, sizes), *operands)
+
+
+def on_hopper(monkeypatch):
+    """A Hopper GPU is found, and the launch is replaced by a formula; the list of its configs."""
+    monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(experts.device, "processors", lambda: 132)
+    seen = []
+
+    def of_each_row(x, matrix, tiles, config):
+        expert = jnp.repeat(tiles[1:, 0], config.tile_rows)
+        return jnp.einsum("ni,nio->no", x.astype(jnp.float32), matrix.astype(jnp.float32)[expert])
+
+    def product(x, matrices, tiles, config):
+        seen.append(config)
+        products = [of_each_row(x, matrix, tiles, config) for matrix in matrices]
+        return (jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]).astype(x.dtype)
+
+    monkeypatch.setattr(experts.expert_tiles, "kernels", types.SimpleNamespace(expert_product=product))
+    return seen
+
+
+def of_16_bits(count=4, hidden=64, width=128, dtype="bfloat16"):
+    rng = np.random.default_rng(1)
+    shapes = (count, hidden, width), (count, hidden, width), (count, width, hidden)
+    return [jnp.asarray(rng.standard_normal(shape) / shape[1] ** 0.5, dtype) for shape in shapes]
+
+
+def test_hopper_multiplies_padded_rows_of_16_bits(monkeypatch):
+    seen, (gate, up, down) = on_hopper(monkeypatch), of_16_bits()
+    multiple = experts.row_multiple(20, "bfloat16", [gate, up, down])
+    sizes = np.array([multiple, 0, 2 * multiple, multiple])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5 * multiple, 64)), "bfloat16")
+    expert = np.repeat(np.arange(4), sizes)
+    h = experts.silu_expert_product(x, gate, up, jnp.asarray(sizes), multiple)
+    y = experts.expert_product(h, down, jnp.asarray(sizes), multiple)
+    assert [config.matrices for config in seen] == [2, 1] and multiple > 1
+    rows = wide(x)[: len(expert)]
+    of_gate, of_up = (np.einsum("ni,nio->no", rows, wide(matrix)[expert]) for matrix in (gate, up))
+    wanted = np.einsum("ni,nio->no", of_gate / (1 + np.exp(-of_gate)) * of_up, wide(down)[expert])
+    assert np.abs(wide(y)[: len(expert)] - wanted).max() < 0.02 * np.abs(wanted).max()
+    both = jax.vmap(lambda x: experts.expert_product(x, down, jnp.asarray(sizes), multiple))(jnp.stack([h, 2 * h]))
+    np.testing.assert_array_equal(both[0], y)
+
+
+def test_what_hopper_does_not_take(monkeypatch):
+    seen, matrices = on_hopper(monkeypatch), of_16_bits()
+    assert experts.row_multiple(20, "float32", matrices) == 1
+    assert experts.row_multiple(20, "bfloat16", of_16_bits(width=96)) == 1
+    assert experts.row_multiple(20, "bfloat16", [stacked("int4", 64, 128, 32)[0]]) == 1  # multiplied packed
+    assert experts.row_multiple(2000, "bfloat16", [stacked("int4", 64, 128, 32)[0]]) > 1  # dequantised
+    experts.expert_product(jnp.ones((8, 64), "bfloat16"), matrices[0], jnp.array([3, 0, 5, 0]))  # rows are not padded
+    assert not seen
+    monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_80"))
+    assert experts.row_multiple(20, "bfloat16", matrices) == 1
+
+
+def test_derivatives_of_padded_rows_are_those_of_the_dots(monkeypatch):
+    on_hopper(monkeypatch)
+    gate, up, _ = of_16_bits()
+    sizes, x = jnp.array([8, 0, 8, 0]), jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), "bfloat16")
+    total = lambda multiple: (
+        lambda *args: (experts.silu_expert_product(*args, sizes, multiple).astype(jnp.float32) ** 2).sum()
+    )
+    found, wanted = (jax.grad(total(multiple), (0, 1, 2))(x, gate, up) for multiple in (8, 1))
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == jnp.bfloat16 and np.abs(wide(one) - wide(other)).max() <= 0.02 * np.abs(wide(other)).max()
