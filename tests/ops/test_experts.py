@@ -79,7 +79,7 @@ def test_the_gpu_kernel_takes_few_rows_of_each_expert(monkeypatch):
     config = lambda rows, dtype="bfloat16": experts._gpu_config(jnp.ones((rows, 64), dtype), weight)
     chosen = config(10)
     assert chosen is not None and (chosen.experts, chosen.tiles, chosen.widths) == (4, 4, (128,))
-    assert config(129) is None and config(10, "float32") is None
+    assert config(4 * 128 + 1) is None and config(10, "float32") is None
     of_float16 = config(10, "float16")
     assert of_float16 is not None and of_float16.x_dtype == of_float16.dtype == "float16"
 
