@@ -1,11 +1,14 @@
 """Products in C++: y = x w for few rows, on every instruction set, against numpy in float64."""
 
+import pathlib
+import subprocess
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.cpu.native import library, ops
+from pallas_kernels.cpu.native import library, ops, toolchain
 from tests.kernels.cpu.native_setup import ISAS, needs_library
 
 pytestmark = needs_library
@@ -132,6 +135,33 @@ def test_the_bits_of_a_row_depend_on_that_row_only(isa, dtype, transposed):
         others = jnp.full_like(x, jnp.nan).at[1::2].set(jnp.inf).at[place].set(x[0])
         (y,) = call(others, w, **options)
         assert y[place].tobytes() == alone[0].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_bits_of_a_column_depend_on_that_column_only(isa, dtype):
+    """Not on the width of the matrix, by which the inputs are divided into groups."""
+    columns = 1 << 16
+    w = jnp.zeros((201, columns), dtype).at[:, :70].set(draw(1, (201, 70), dtype))
+    for rows in (1, 4, 8, 16, 32):
+        x = draw(rows, (rows, 201), dtype)
+        (y,), (narrow,) = call(x, w, isa=isa), call(x, w[:, :70], isa=isa)
+        assert y[:, :70].tobytes() == narrow.tobytes()
+        assert not y[:, 70:].any()
+
+
+def test_rows_of_weights_that_share_the_sets_of_a_cache_are_in_short_groups(tmp_path):
+    """The same columns of all inputs of a group fit into 1 MiB of cache, whose lines are chosen by their address."""
+    source, program = pathlib.Path(__file__).with_name("product_group_driver.cc"), tmp_path / "driver"
+    build = [*toolchain.compiler(), *toolchain.BASE_FLAGS, f"-I{toolchain.SOURCES}", str(source), "-o", str(program)]
+    subprocess.run(build, check=True)
+    strides = dict.fromkeys((2 * 131072, 4 * 131072, 2 * 65536, 2 * 163840), 16)
+    strides |= {2 * 16384: 32, 2 * 8192: 64, 4 * 4096: 64, 2 * 28672: 128}
+    found = subprocess.run([program, *map(str, strides)], check=True, capture_output=True, text=True).stdout.split()
+    assert list(map(int, found)) == list(strides.values())
+    others = [2 * 128256, 2 * 151936, 2 * 4864, 2 * 33, 4]  # the longest group has 256 inputs
+    found = subprocess.run([program, *map(str, others)], check=True, capture_output=True, text=True).stdout.split()
+    assert min(map(int, found)) >= 256
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -183,7 +183,8 @@ static void multiply_columns(const ProductArgs& args, const ProductItem& item, c
     const int64_t num_rows = item.row_end - item.row_begin, num_columns = item.column_end - item.column_begin;
     const int64_t block = block_rows(args.rows);
     const bool copies = num_rows > 2 * block;  // reading the tile twice is faster than copying it
-    const int64_t group = copies ? kProductMaxInputs : product_group(std::min(block, num_rows));
+    const int64_t most = copies ? kProductMaxInputs : product_group(std::min(block, num_rows));
+    const int64_t group = std::min(most, product_group_of_stride(stride));
     char* const padded = scratch.take<char>(kProductMaxInputs * kTileColumns * kBytes);
     uint32_t* const copy = scratch.take<uint32_t>(kProductMaxInputs * kTileColumns);
     if (!args.inputs) std::memset(sums.data, 0, 4 * sums.of_tile * ((num_columns + kTileColumns - 1) / kTileColumns));

@@ -133,6 +133,14 @@ inline int64_t product_group(int64_t rows) {
     return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : 128;
 }
 
+// The most inputs of a group if the weights of two inputs are `stride` bytes apart. With a stride of 2^k bytes, a second
+// cache level of 2^20 bytes keeps the same columns of only 2^20 / 2^k inputs (at least 8): what is prefetched beyond that
+// is read from memory twice. A stride of 2^k times an odd number is alike. Groups below 16 cost more than they save.
+inline int64_t product_group_of_stride(int64_t stride) {
+    const int64_t power = std::max<int64_t>(1, stride & -stride);
+    return std::max<int64_t>(16, (1 << 20) / power);
+}
+
 // Upper bound of the scratch memory of one item: sums of one or two matrices, a padded tile, a copied tile.
 inline int64_t product_scratch_bytes(const ProductKernel& kernel) {
     const int64_t sums = 16 * (kProductMaxRows / 2 + kernel.max_block_rows);
