@@ -118,7 +118,22 @@ def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _greedy(logits: jax.Array) -> jax.Array:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return _first_largest(logits)
+
+
+def _first_largest(x: jax.Array) -> jax.Array:
+    """i32[R] the first of the largest of f32[R vocab]: jnp.argmax, but any token for a row that has a NaN.
+
+    XLA:CPU compiles an argmax to one comparison at a time, and computes in the same scalar loop what it reduces: the
+    noise of a draw then takes three times as long. A maximum and a minimum are loops of vectors.
+    """
+
+    def by_maximum(x):
+        at, last = jnp.arange(x.shape[-1], dtype=jnp.int32)[None], x.shape[-1] - 1
+        return jnp.min(jnp.where(x == jnp.max(x, axis=-1, keepdims=True), at, last), axis=-1)
+
+    by_argmax = lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32)
+    return jax.lax.platform_dependent(x, cpu=by_maximum, default=by_argmax)
 
 
 @functools.partial(jax.jit, static_argnames="distribute")
@@ -153,7 +168,7 @@ def _draw(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) 
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     if distribute is not None:  # on a GPU each device draws for the whole vocabulary, and uses its part
         noise, scaled = distribute(noise), distribute(scaled)
-    return jnp.argmax(scaled + noise, axis=-1).astype(jnp.int32)
+    return _first_largest(scaled + noise)
 
 
 def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:

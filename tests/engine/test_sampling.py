@@ -1,6 +1,7 @@
 """Sampling compared with a few lines of numpy; and the errors of its parameters."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -75,6 +76,23 @@ def test_greedy_rows_and_rows_without_logits():
     tokens = np.asarray(draws(logits, rows_of(params)))
     assert (tokens[:, 0] == LOGITS[0].argmax()).all() and (tokens[:, 3] == LOGITS[3].argmax()).all()
     assert (tokens[:, 1:3] == BAD_TOKEN).all()
+
+
+def test_of_equal_logits_the_first_token_is_greedy():
+    logits = np.zeros((R, V), np.float32)
+    logits[1, 4:7], logits[2, [3, V - 1]], logits[3, 2:] = 1.5, 2.5, -np.inf
+    rows = rows_of([SamplingParams(temperature=0)] * R)
+    for logprobs in (False, True):
+        assert choose(logits, rows, NO_PENALTIES, NOTHING_SAID, logprobs).tokens.tolist() == [0, 4, 3, 0]
+
+
+def test_on_a_cpu_no_argmax_over_the_vocabulary_is_compiled():
+    """XLA:CPU makes of an argmax a loop of single numbers, in which it also computes the noise."""
+    args = LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, np.bool_(False)
+    with jax.default_device(jax.devices("cpu")[0]):
+        text = jax.jit(choose).lower(*args).compile().as_text()
+    reductions = re.findall(r"= (\S+|\([^)]*\)) reduce\(", text)
+    assert reductions and not [result for result in reductions if result.startswith("(")]
 
 
 def test_penalties_are_the_definition():
