@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +187,11 @@ class LatentAttention:
         params, long = absorb(self.spec, params), level.batch.query_lens > limit
         few = dataclasses.replace(m, level=_queries_of(level, ~long, limit))
         many = dataclasses.replace(m, level=_queries_of(level, long, level.max_query_len))
-        return merge(self.forward_mqa(q, cache, few, params), self.prefill_mha(q, cache, many, params))
+        return merge(self.forward_few(q, cache, few, params), self.prefill_mha(q, cache, many, params))
+
+    def forward_few(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        """The absorbed form for the requests with few queries of a batch that has others."""
+        return self.forward_mqa(q, cache, m, params)
 
     def _context(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array) -> AttentionState:
         """Attention over the first `read` i32[R] cached keys of each request.
@@ -207,7 +212,7 @@ class LatentAttention:
             rows = gather_latent(spec, cache, jnp.where(token < total, slots, -1), params)
             first, last = jnp.clip(starts, low, low + size), jnp.clip(ends, low, low + size)
             here = dataclasses.replace(batch, seq_lens=last - first, kv_offset=batch.kv_offset + first - starts)
-            k, v = materialised(*rows, params)
+            k, v = materialised(*rows, params, _product_dtype(cache, params))
             return merge(state, attend_packed(call, q, k, v, here, _attention_params(params)))
 
         def step(state, window):
@@ -230,12 +235,25 @@ class LatentAttention:
         )
 
 
-def materialised(kv_c: jax.Array, k_pe: jax.Array, params: MLAParams) -> tuple[jax.Array, jax.Array]:
-    """k f32[n H nope+rope], v f32[n H V] of rows kv_c [n L], k_pe [n R], by w_uk and w_uv."""
-    kv_c, k_pe = _float(kv_c), _float(k_pe)
-    nope = einsum("tl,hnl->thn", kv_c, _float(params.w_uk))
+def materialised(
+    kv_c: jax.Array, k_pe: jax.Array, params: MLAParams, dtype: Any = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """k f32[n H nope+rope], v f32[n H V] of rows kv_c [n L], k_pe [n R], by w_uk and w_uv.
+
+    dtype: in which latents and weights are multiplied; the sums are float32.
+    """
+    kv_c, k_pe = jnp.asarray(kv_c).astype(dtype), _float(k_pe)
+    w_uk, w_uv = (jnp.asarray(w).astype(dtype) for w in (params.w_uk, params.w_uv))
+    nope = einsum("tl,hnl->thn", kv_c, w_uk)
     rope = jnp.broadcast_to(k_pe[:, None], (*nope.shape[:2], k_pe.shape[1]))
-    return jnp.concatenate([nope, rope], axis=-1), einsum("tl,hlv->thv", kv_c, _float(params.w_uv))
+    return jnp.concatenate([nope, rope], axis=-1), einsum("tl,hlv->thv", kv_c, w_uv)
+
+
+def _product_dtype(cache: PagedKV, params: MLAParams) -> Any:
+    """bfloat16 if cached latents and weights are bfloat16, whose products are exact in float32; else float32."""
+    is_exact = cache.spec.dtype == "bfloat16" and cache.v_token_scale is None and params.kv_c_scale is None
+    weights = {jnp.asarray(w).dtype for w in (params.w_uk, params.w_uv)}
+    return jnp.bfloat16 if is_exact and weights == {jnp.dtype(jnp.bfloat16)} else jnp.float32
 
 
 def absorbed_queries(spec: MLASpec, q: jax.Array, params: MLAParams) -> jax.Array:

@@ -3,12 +3,14 @@
 import dataclasses
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jattn
 from jattn import MLAAttention, MLASpec
+from tests.kernels.cpu.native_setup import needs_library
 from tests.ops.latent import FEATURES, MHA, MQA, OWN, PLAIN, QUERIES, SIZES, SPEC, Case, S, check, normal, run
 from tests.oracle import quant
 
@@ -96,10 +98,72 @@ def test_the_door_reads_long_requests_materialised_and_short_ones_absorbed(monke
     assert not np.array_equal(mha, mqa)
 
 
+def kernels_always_called(jaxpr) -> int:
+    """The C++ calls of a jaxpr that are in no branch of a cond."""
+    inner = (
+        sub
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name != "cond"
+        for sub in jax.extend.core.jaxprs_in_params(eqn.params)
+    )
+    return sum(eqn.primitive.name == "ffi_call" for eqn in jaxpr.eqns) + sum(map(kernels_always_called, inner))
+
+
+@needs_library
+def test_in_a_batch_of_prompts_the_products_of_the_absorbed_form_are_not_computed():
+    long = MLASpec(**SIZES).mha_threshold + 1
+    mla = Case(backend="mla_cpu_native").mla
+    cache, params = mla.empty_cache(), mla.prepare_params(PLAIN.params)
+
+    def calls(queries: int) -> int:
+        meta = jattn.CommonAttentionMetadata.from_lengths([queries], [queries], np.arange(32)[None], S)
+        q = normal(1, queries, SIZES["num_heads"], SPEC.qk_head_dim)
+        return kernels_always_called(jax.make_jaxpr(mla.attend)(q, cache, mla.build(meta), params).jaxpr)
+
+    assert (calls(long), calls(1)) == (0, 3)
+
+
 def test_cached_tokens_are_materialised_window_by_window(monkeypatch):
     case = Case(MLASpec(**SIZES, scale=0.2))
     monkeypatch.setattr("jattn.ops.mla.CONTEXT_TOKENS", 7)
     check(run(case, MHA), case.wanted())
+
+
+def in_bfloat16() -> Case:
+    """Cached rows and weights in bfloat16; float32 queries."""
+    case = Case(MLASpec(**SIZES, scale=0.25), options=(("dtype", "bfloat16"),))
+    kv_b_proj = jnp.asarray(case.params.kv_b_proj, "bfloat16")
+    case.__dict__["params"] = dataclasses.replace(case.params, kv_b_proj=kv_b_proj)
+    case.__dict__["rows"] = tuple(
+        [np.asarray(jnp.asarray(x, "bfloat16"), np.float32) for x in part] for part in case.rows
+    )
+    return case
+
+
+def test_bfloat16_latents_and_weights_are_materialised_without_a_float32_copy():
+    case = in_bfloat16()
+    m, params = case.mla.build(case.meta()), case.mla.prepare_params(case.params)
+    traced = str(jax.make_jaxpr(lambda *args: case.mla.prefill_mha(*args))(case.q, case.cache, m, params))
+    for weight in (params.w_uk, params.w_uv):
+        shape = ",".join(map(str, weight.shape))
+        assert f"bf16[{shape}]" in traced and f"f32[{shape}]" not in traced
+    exact = dataclasses.replace(case.params, kv_b_proj=np.asarray(case.params.kv_b_proj, np.float32))
+    state = run(case, MHA)
+    case.__dict__["params"] = exact
+    check(state, case.wanted())
+
+
+def test_bfloat16_latents_have_the_gradient_of_the_absorbed_form():
+    case = in_bfloat16()
+    m, params = case.mla.build(case.meta()), case.mla.prepare_params(case.params)
+
+    def loss(reading, q, params):
+        return jnp.sum(jnp.sin(getattr(case.mla, reading)(q, case.cache, m, params).out))
+
+    for a, b in zip(*(jax.tree.leaves(jax.grad(loss, (1, 2))(way, case.q, params)) for way in (MQA, MHA)), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, atol=2.0**-7 * np.abs(a).max())
 
 
 def test_gradients_of_both_readings_agree_and_flow_to_everything():
