@@ -131,21 +131,29 @@ def test_a_decoder_of_experts_is_the_textbook_whole_and_in_chunks(name):
         np.testing.assert_allclose(mine, wanted, atol=1e-4 * wanted.std())
 
 
-@pytest.mark.parametrize("scores", ["softmax", "sigmoid_of_input"])
-def test_padded_rows_give_the_same_mixture(monkeypatch, scores):
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(), dict(scores="sigmoid_of_input"), dict(bias=True, clamp=(1.7, 7.0)), dict(activation="gelu"),
+        dict(identity_experts=2, scores="softmax_over_all"), dict(scores="sigmoid", groups=2, top_groups=1),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_padded_rows_give_the_same_mixture(monkeypatch, options):
     """On Hopper each expert's rows are padded; whole, and in two ranges of experts as on the devices of a mesh."""
-    moe = MoE(num_experts=4, top_k=2, width=128, scores=scores)
-    gate, up, down = of_16_bits()
-    draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape) + shape[0]).standard_normal(shape), "bfloat16")
-    x, router = draw(9, 64), draw(64, 4)
-    weights = {name: {"kernel": w} for name, w in dict(router=router, gate=gate, up=up, down=down).items()}
+    moe = MoE(num_experts=4, top_k=2, width=128, **options)
+    draw = lambda *shape: jnp.asarray(np.random.default_rng(shape).standard_normal(shape), "bfloat16")
+    x, weights = draw(9, 64), dict(router=dict(kernel=draw(64, moe.num_routes)))
+    for name, matrix in zip(("gate", "up", "down"), of_16_bits(), strict=True):
+        weights[name] = dict(kernel=matrix) | ({"bias": draw(4, matrix.shape[2])} if moe.bias else {})
     wanted = np.asarray(moe(weights, x), np.float64)
     seen = on_hopper(monkeypatch)
     found = np.asarray(moe(weights, x), np.float64)
-    assert [config.matrices for config in seen] == [2, 1] and seen[0].tile_rows > 1
+    is_one_launch = not options or "scores" in options
+    assert [config.matrices for config in seen] == ([2, 1] if is_one_launch else [1, 1, 1]) and seen[0].tile_rows > 1
     assert np.abs(found - wanted).max() < 0.02 * np.abs(wanted).max()
     parts = 0
     for first, count in ((0, 1), (1, 3)):
-        own = {name: {"kernel": weights[name]["kernel"][first : first + count]} for name in ("gate", "up", "down")}
+        own = {name: {k: w[first : first + count] for k, w in weights[name].items()} for name in ("gate", "up", "down")}
         parts += np.asarray(moe.routed(weights | own, x, first, count), np.float64)
     assert np.abs(parts - wanted).max() < 0.02 * np.abs(wanted).max()
