@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import cases, check, faults, layer_tail, mla_decode, packed_product, variants, write
+from benchmarks.gpu import cases, check, expert_product, faults, layer_tail, mla_decode, packed_product, variants, write
 from jattn.nn import layer_tail as tail_op
 from jattn.ops import many_rows, product
 
@@ -99,6 +99,11 @@ def product_of_many_rows(gated: bool) -> dict:
     return dict(error=error, ok=served and error < 6e-2)
 
 
+def product_of_experts(tokens: int) -> dict:
+    """Some tokens' experts: gate and up in one launch, then down."""
+    return expert_product.measure(expert_product.Problem(8, 2, 256, 384, tokens), timed=False)
+
+
 def packed(form: str, rows: int) -> dict:
     """Some rows times a small packed matrix. 8 are multiplied by mma.sync, 70 by wgmma, in two tiles."""
     group = (packed_product.draw(form, 1024, 1024, 0),)
@@ -129,6 +134,7 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
         found |= {f"packed{rows} {form}": functools.partial(packed, form, rows) for rows in (8, 70)}
     found |= {"control race": faults.race, "control bounds": faults.bounds}
     found |= {f"many_rows {'gated' if g else 'joined'}": functools.partial(product_of_many_rows, g) for g in (0, 1)}
+    found |= {f"experts {tokens}": functools.partial(product_of_experts, tokens) for tokens in (9, 600)}
     found["layer_tail"] = functools.partial(tail, (1024, 1024, 2048, (1024, 256, 256)), in_pairs=False)
     return found | {"tail_pairs": functools.partial(tail, (2048, 512, 1792, (512, 128, 128)), in_pairs=True)}
 
