@@ -94,7 +94,7 @@ def _gpu_config(
 def _native(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array) -> jax.Array:
     """The C++ kernel. Its derivatives are those of the dots."""
     arrays = (kernel.values, kernel.scales, kernel.zero_points)
-    return ops.expert_product(x, arrays, sizes, kernel.format, out_dtype=x.dtype)
+    return ops.packed_expert_product(x, arrays, sizes, kernel.format, out_dtype=x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))

@@ -353,7 +353,7 @@ def test_each_rank_multiplies_by_its_quantised_weights_as_they_are(config, quant
         pytest.skip("the C++ product is not built here")
     program = program_of(engine(config, quantization, mesh=mesh(2), deterministic=True))
     assert program.count('custom_call_target="jattn_cpu_packed_product"') == sum(of_layers) + 1
-    assert program.count('custom_call_target="jattn_cpu_expert_product"') == 3 * sum(
+    assert program.count('custom_call_target="jattn_cpu_packed_expert_product"') == 3 * sum(
         layer.moe is not None for layer in config.layers
     )
 

@@ -15,7 +15,8 @@ log = logging.getLogger(__name__)
 
 ATTEND, WRITE, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_fill"
 PRODUCT, HEAD_PRODUCT = "jattn_cpu_product", "jattn_cpu_head_product"
-PACKED_PRODUCT, EXPERT_PRODUCT = "jattn_cpu_packed_product", "jattn_cpu_expert_product"
+EXPERT_PRODUCT, PACKED_EXPERT_PRODUCT = "jattn_cpu_expert_product", "jattn_cpu_packed_expert_product"
+PACKED_PRODUCT = "jattn_cpu_packed_product"
 _SYMBOLS = {
     ATTEND: "JattnAttend",
     WRITE: "JattnWrite",
@@ -23,6 +24,7 @@ _SYMBOLS = {
     HEAD_PRODUCT: "JattnHeadProduct",
     PACKED_PRODUCT: "JattnPackedProduct",
     EXPERT_PRODUCT: "JattnExpertProduct",
+    PACKED_EXPERT_PRODUCT: "JattnPackedExpertProduct",
     FILL: "JattnFill",
 }
 

@@ -161,6 +161,25 @@ def head_product(
     return jnp.swapaxes(call(jnp.swapaxes(x, 0, 1), w, isa=isa, threads=np.int32(threads)), 0, 1)
 
 
+def expert_product(
+    x: jax.Array,  # [N in], in the order of the rows' experts
+    w: jax.Array,  # [experts in out]; the dtype of x
+    sizes: jax.Array,  # i32[experts]: rows of each
+    *,
+    out_dtype,
+    isa: str = "auto",
+    threads: int = 0,
+) -> jax.Array:
+    """[N out] each row @ the matrix of its expert, summed in float32; weights of experts without rows are not read.
+
+    The bits of a row depend on that row only. Rows beyond the sum of the sizes are undefined.
+    """
+    library.check_isa(isa)
+    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), jnp.dtype(out_dtype))
+    call = jax.ffi.ffi_call(library.EXPERT_PRODUCT, shape, vmap_method="sequential")
+    return call(x, w, _ints(sizes), isa=isa, threads=np.int32(threads))
+
+
 def silu_product(
     x: jax.Array, gate: jax.Array, up: jax.Array, *, out_dtype, isa: str = "auto", threads: int = 0
 ) -> jax.Array:
@@ -212,7 +231,7 @@ def packed_product(
     )  # fmt: skip
 
 
-def expert_product(
+def packed_expert_product(
     x: jax.Array,  # [N in], in the order of the rows' experts
     weights: Packed,  # each with a leading axis of experts
     sizes: jax.Array,  # i32[experts]: rows of each
@@ -227,7 +246,7 @@ def expert_product(
     values, scales, zero_points = weights
     zero_points = jnp.zeros((0, 0, 0), jnp.int8) if zero_points is None else zero_points
     shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[2]), jnp.dtype(out_dtype))
-    call = jax.ffi.ffi_call(library.EXPERT_PRODUCT, shape, vmap_method="sequential")
+    call = jax.ffi.ffi_call(library.PACKED_EXPERT_PRODUCT, shape, vmap_method="sequential")
     form = dict(format=np.int32(PACKED_FORMATS.index(format)), isa=isa, threads=np.int32(threads))
     return call(x, values, scales, zero_points, _ints(sizes), **form)
 

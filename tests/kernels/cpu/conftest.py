@@ -53,5 +53,14 @@ def faulty_library(tmp_path_factory, request):
 @pytest.fixture
 def faulty(faulty_library, monkeypatch):
     """Steps that are compiled during the test call the faulty library instead of the real one."""
-    for name in ("ATTEND", "WRITE", "PRODUCT", "HEAD_PRODUCT", "PACKED_PRODUCT", "EXPERT_PRODUCT", "FILL"):
+    for name in (
+        "ATTEND",
+        "WRITE",
+        "PRODUCT",
+        "HEAD_PRODUCT",
+        "PACKED_PRODUCT",
+        "EXPERT_PRODUCT",
+        "PACKED_EXPERT_PRODUCT",
+        "FILL",
+    ):
         monkeypatch.setattr(library, name, f"{getattr(library, name)}_faulty")

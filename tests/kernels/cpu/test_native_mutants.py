@@ -60,6 +60,8 @@ CAUGHT_BY = {
     "latent_not_in_keys": "latent",
     "packed_scales_of_first_group": "packed product",
     "packed_zero_points_ignored": "packed product",
+    "empty_experts_not_counted": "experts",
+    "expert_rows_not_skipped": "experts",
 }
 
 
@@ -83,6 +85,8 @@ def check(name: str) -> None:
     """AssertionError unless the problem's results are right."""
     if name == "packed product":
         return check_packed_product()
+    if name == "experts":
+        return check_expert_product()
     if name in PROBLEMS:
         return conform(PROBLEMS[name], "cpu_native")
     if name == "latent":
@@ -107,6 +111,15 @@ def check_packed_product() -> None:
     given = (jnp.asarray(values), jnp.asarray(scales, jnp.float32), jnp.asarray(zeros))
     (y,) = ops.packed_product(jnp.asarray(x, jnp.float32), [given], "int8", out_dtype="float32")
     np.testing.assert_allclose(y, wanted, atol=1e-3)
+
+
+def check_expert_product() -> None:
+    """AssertionError unless each row is multiplied by the matrix of its expert."""
+    rng, sizes = np.random.default_rng(0), (0, 5, 3)
+    x, w = rng.standard_normal((8, 41)), rng.standard_normal((3, 41, 33))
+    wanted = np.einsum("ni,nio->no", x, w[np.repeat(np.arange(3), sizes)])
+    given = jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32), jnp.array(sizes)
+    np.testing.assert_allclose(ops.expert_product(*given, out_dtype="float32"), wanted, atol=1e-4)
 
 
 @functools.cache

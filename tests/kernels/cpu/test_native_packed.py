@@ -60,13 +60,13 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_expert(isa, format):
             stacked = [None if x[0] is None else jnp.stack(x) for x in zip(*(w.arrays for w in weights), strict=True)]
             x = rows_of(0, (sum(sizes) + 2, inputs), "bfloat16")
             each = dict(out_dtype="float32", isa=isa)
-            y = np.asarray(ops.expert_product(x, stacked, np.array(sizes), format, **each))
+            y = np.asarray(ops.packed_expert_product(x, stacked, np.array(sizes), format, **each))
             begin = 0
             for weight, size in zip(weights, sizes, strict=True):
                 own, begin = slice(begin, begin + size), begin + size
                 limit = 1e-7 * (inputs + 8) * (np.abs(wide(x[own])) @ weight.size)
                 assert (np.abs(y[own] - wide(x[own]) @ weight.exact) <= limit).all()
-            again = np.asarray(ops.expert_product(x, stacked, np.array(sizes), format, **each, threads=1))
+            again = np.asarray(ops.packed_expert_product(x, stacked, np.array(sizes), format, **each, threads=1))
             np.testing.assert_array_equal(again[:begin], y[:begin])
 
 
@@ -75,7 +75,9 @@ def test_sizes_beyond_the_rows_are_cut():
     arrays = [jnp.stack(x) for x in zip(*(w.arrays[:2] for w in weights), strict=True)]
     x = rows_of(0, (3, 64), "float32")
     for sizes, experts in (((-4, 9), (1, 1, 1)), ((2, 2**31 - 1), (0, 0, 1))):
-        y = np.asarray(ops.expert_product(x, (*arrays, None), np.array(sizes, np.int32), "int8", out_dtype="float32"))
+        y = np.asarray(
+            ops.packed_expert_product(x, (*arrays, None), np.array(sizes, np.int32), "int8", out_dtype="float32")
+        )
         for row, e in enumerate(experts):
             np.testing.assert_allclose(y[row], wide(x)[row] @ weights[e].exact, rtol=1e-4, atol=1e-2)
 

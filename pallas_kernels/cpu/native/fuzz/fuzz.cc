@@ -72,10 +72,11 @@ static void run_random_product(StdPool& pool, const IsaKernels& kernels, const P
     }
 }
 
-static void run_random_head_product(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
-    RandomHeadProduct product(seed);
+template <class Product>
+static void run_random_groups(StdPool& pool, const IsaKernels& kernels, unsigned seed, const Product& product,
+                              const char* what) {
     const int choices[] = {1, 2, 3, 17, 33};
-    const ProductKernel* kernel = kernels.product[(int)product.args.dtype];
+    const ProductKernel* kernel = kernels.product[(int)product.dtype()];
     if (!kernel) return;
     for (bool done = false; !done;) try {
             run_grouped_products(pool, product.args, *kernel, choices[seed % 5]);
@@ -85,8 +86,8 @@ static void run_random_head_product(StdPool& pool, const IsaKernels& kernels, un
         }
     num_products++;
     if (const double worst = product.worst(); !(worst <= 1.0)) {
-        std::fprintf(stderr, "%s: head product %u differs from the reference (%.2f times the tolerance)\n",
-                     kernels.name, seed, worst);
+        std::fprintf(stderr, "%s: %s %u differs from the reference (%.2f times the tolerance)\n", kernels.name,
+                     what, seed, worst);
         num_wrong++;
     }
 }
@@ -110,7 +111,8 @@ int main(int argc, char** argv) {
                         const RandomProduct product(seed);
                         run_random_product(pool, *kernels, kernels->product[(int)product.args.dtype], seed, product,
                                            "product");
-                        run_random_head_product(pool, *kernels, seed);
+                        run_random_groups(pool, *kernels, seed, RandomHeadProduct(seed), "head product");
+                        run_random_groups(pool, *kernels, seed, RandomExpertProduct(seed), "expert product");
                         const RandomPackedProduct packed(seed);
                         const int format = (int)packed.format;
                         const ProductKernel* kernel = packed.transposed

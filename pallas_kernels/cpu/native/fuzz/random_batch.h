@@ -23,6 +23,7 @@ class ExactBuffer {  // std::vector may allocate more than its size
         for (size_t i = 0; i < n; i++) begin_[i] = fill;
     }
     T* get() { return begin_; }
+    const T* get() const { return begin_; }
     T& operator[](size_t i) { return begin_[i]; }
 
    private:

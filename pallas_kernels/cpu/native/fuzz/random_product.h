@@ -77,51 +77,90 @@ class RandomProduct {
     }
 };
 
-// Random products of several heads, in the same way.
-class RandomHeadProduct {
+// Random rows in groups, each with a matrix of its own, in the same way. Rows without a group are not computed.
+template <class Args>
+class RandomGroupedProduct {
    public:
-    HeadProductArgs args{};
-
-    explicit RandomHeadProduct(unsigned seed) : rng_(seed) {
-        args.dtype = (Dtype)pick(0, kNumFloats - 1), args.out_dtype = pick(0, 1) ? Dtype::f32 : args.dtype;
-        args.heads = pick(0, 5), args.rows = pick(0, 7) ? pick(0, 20) : pick(190, 200);
-        args.inputs = pick(0, 70), args.columns = pick(0, 7) ? pick(0, 80) : pick(500, 700);
-        args.x = numbers(x_, args.heads * args.rows * args.inputs);
-        args.w = numbers(w_, args.heads * args.inputs * args.columns);
-        y_.make(args.heads * args.rows * args.columns * bytes_of(args.out_dtype), (char)0x7f, 0);
-        args.y = y_.get();
-    }
+    Args args{};
 
     // The largest error over the tolerance.
     double worst() const {
         double largest = 0.0;
-        for (int64_t row = 0; row < args.heads * args.rows; row++)
+        for (int64_t row = 0; row < (int64_t)matrix_of_row_.size(); row++)
             for (int64_t column = 0; column < args.columns; column++) {
-                const int64_t head = row / args.rows;
                 double value = 0.0, size = 0.0;
                 for (int64_t k = 0; k < args.inputs; k++) {
-                    const int64_t at = (head * args.inputs + k) * args.columns + column;
-                    const double term = stored_value(args.dtype, args.x, row * args.inputs + k) *
-                                        stored_value(args.dtype, args.w, at);
+                    const int64_t at = (matrix_of_row_[row] * args.inputs + k) * args.columns + column;
+                    const double term = stored_value(dtype_, x_.get(), row * args.inputs + k) *
+                                        stored_value(dtype_, w_.get(), at);
                     value += term, size += std::fabs(term);
                 }
-                const double rounding = args.out_dtype == Dtype::f32 ? 0.0 : relative_step(args.out_dtype);
+                const double rounding = out_dtype_ == Dtype::f32 ? 0.0 : relative_step(out_dtype_);
                 const double limit = 1e-7 * (args.inputs + 2) * size + rounding * std::fabs(value) +
-                                     smallest_step(args.out_dtype) + 1e-30;
-                const double seen = stored_value(args.out_dtype, args.y, row * args.columns + column);
+                                     smallest_step(out_dtype_) + 1e-30;
+                const double seen = stored_value(out_dtype_, y_.get(), row * args.columns + column);
                 largest = std::max(largest, std::isfinite(seen) ? std::fabs(seen - value) / limit : INFINITY);
             }
         return largest;
     }
+    Dtype dtype() const { return dtype_; }
 
-   private:
+   protected:
     std::mt19937 rng_;
     ExactBuffer<char> x_, w_, y_;
+    std::vector<int64_t> matrix_of_row_;
+    Dtype dtype_, out_dtype_;
+
+    explicit RandomGroupedProduct(unsigned seed) : rng_(seed) {
+        dtype_ = (Dtype)pick(0, kNumFloats - 1), out_dtype_ = pick(0, 1) ? Dtype::f32 : dtype_;
+        args.inputs = pick(0, 70), args.columns = pick(0, 7) ? pick(0, 80) : pick(500, 700);
+    }
+    void draw(int64_t rows, int64_t matrices) {
+        numbers(x_, rows * args.inputs), numbers(w_, matrices * args.inputs * args.columns);
+        y_.make(rows * args.columns * bytes_of(out_dtype_), (char)0x7f, 0);
+    }
     int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng_); }
-    const char* numbers(ExactBuffer<char>& buffer, int64_t n) {
-        buffer.make(n * bytes_of(args.dtype), 0, bytes_of(args.dtype) * pick(0, 3));
-        for (int64_t i = 0; i < n; i++) random_number(args.dtype, rng_, buffer.get(), i);
-        return buffer.get();
+
+   private:
+    void numbers(ExactBuffer<char>& buffer, int64_t n) {
+        buffer.make(n * bytes_of(dtype_), 0, bytes_of(dtype_) * pick(0, 3));
+        for (int64_t i = 0; i < n; i++) random_number(dtype_, rng_, buffer.get(), i);
+    }
+};
+
+class RandomHeadProduct : public RandomGroupedProduct<HeadProductArgs> {
+   public:
+    explicit RandomHeadProduct(unsigned seed) : RandomGroupedProduct(seed) {
+        args.heads = pick(0, 5), args.rows = pick(0, 7) ? pick(0, 20) : pick(190, 200);
+        args.dtype = dtype_, args.out_dtype = out_dtype_;
+        draw(args.heads * args.rows, args.heads);
+        args.x = x_.get(), args.w = w_.get(), args.y = y_.get();
+        for (int64_t row = 0; row < args.heads * args.rows; row++) matrix_of_row_.push_back(row / args.rows);
+    }
+};
+
+// Some experts have no rows, some sizes are arbitrary numbers.
+class RandomExpertProduct : public RandomGroupedProduct<ExpertProductArgs> {
+   public:
+    explicit RandomExpertProduct(unsigned seed) : RandomGroupedProduct(seed) {
+        const int experts = pick(0, 6), rows = pick(0, 7) ? pick(0, 40) : pick(190, 420);
+        std::vector<int32_t> sizes(experts);
+        for (int e = 0; e < experts; e++) {
+            sizes[e] = !pick(0, 2) ? 0 : pick(0, 15) ? pick(0, rows) : (int32_t)rng_();
+            for (int64_t left = std::min<int64_t>(sizes[e], rows - (int64_t)matrix_of_row_.size()); left > 0; left--)
+                matrix_of_row_.push_back(e);
+        }
+        draw(rows, experts);
+        args.form.dtype = dtype_, args.form.out_dtype = out_dtype_;
+        args.form.rows = rows, args.form.inputs = args.inputs, args.form.x = x_.get();
+        args.first = {w_.get(), y_.get(), args.columns};
+        args.w_bytes = args.inputs * args.columns * bytes_of(dtype_);
+        for (bool done = false; !done;) try {
+                args.active.clear();
+                args.set_sizes(sizes.data(), experts);
+                done = true;
+            } catch (const OutOfMemory&) {
+            }
     }
 };
 

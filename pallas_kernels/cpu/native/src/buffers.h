@@ -369,11 +369,38 @@ inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs ma
     return checks.error;
 }
 
-// The arguments of rows in the order of their experts: x [rows inputs], w [experts inputs columns] packed, scales and
-// zero points [experts groups columns], sizes [experts] of rows. Rows beyond the sum of the sizes are not computed.
-inline std::string expert_product_args(const AnyBuffer& x, const AnyBuffer& w, const AnyBuffer& scales,
-                                       const AnyBuffer& zero_points, const Int32Buffer& sizes, const AnyBuffer& y,
-                                       int32_t format, ExpertProductArgs& args) {
+// The arguments of rows in the order of their experts: x [rows inputs], w [experts inputs columns], sizes [experts] of
+// rows. Rows beyond the sum of the sizes are not computed.
+inline std::string expert_product_args(const AnyBuffer& x, const AnyBuffer& w, const Int32Buffer& sizes,
+                                       const AnyBuffer& y, ExpertProductArgs& args) {
+    ArrayChecks checks;
+    ProductArgs& form = args.form;
+    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
+        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
+    };
+    checks.dtype("x", x, is_float(x, form.dtype), "float32, float16 or bfloat16");
+    checks.dtype("w", w, w.element_type() == x.element_type(), "the dtype of x");
+    checks.dtype("y", y, is_float(y, form.out_dtype), "float32, float16 or bfloat16");
+    checks.rank("x", x, 2);
+    checks.rank("w", w, 3);
+    if (!checks.error.empty()) return checks.error;
+    const int64_t experts = w.dimensions()[0];
+    form.rows = x.dimensions()[0], form.inputs = args.inputs = x.dimensions()[1], args.columns = w.dimensions()[2];
+    checks.shape("w", w, {experts, args.inputs, args.columns});
+    checks.shape("sizes", sizes, {experts});
+    checks.shape("y", y, {form.rows, args.columns});
+    if (!checks.error.empty()) return checks.error;
+    form.x = static_cast<const char*>(x.untyped_data());
+    args.first = {static_cast<const char*>(w.untyped_data()), static_cast<char*>(y.untyped_data()), args.columns};
+    args.w_bytes = args.inputs * args.columns * bytes_of(form.dtype);
+    args.set_sizes(sizes.typed_data(), experts);
+    return checks.error;
+}
+
+// The same for weights in 4 or 8 bits, with scales and zero points [experts groups columns].
+inline std::string packed_expert_product_args(const AnyBuffer& x, const AnyBuffer& w, const AnyBuffer& scales,
+                                              const AnyBuffer& zero_points, const Int32Buffer& sizes,
+                                              const AnyBuffer& y, int32_t format, ExpertProductArgs& args) {
     ArrayChecks checks;
     ProductArgs& form = args.form;
     const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
@@ -417,11 +444,7 @@ inline std::string expert_product_args(const AnyBuffer& x, const AnyBuffer& w, c
     args.w_bytes = loads * args.columns * (is_4_bits ? 4 : 1);
     args.scale_bytes = groups * args.columns * bytes_of(form.scale_dtype);
     args.zero_point_bytes = groups * args.columns;
-    for (int64_t e = 0, row = 0; e < experts; e++) {  // sizes come from a traced computation: they are not trusted
-        const int64_t rows = std::min<int64_t>(std::max(0, sizes.typed_data()[e]), form.rows - row);
-        if (rows > 0) args.active.push_back({e, row, rows});
-        row += rows;
-    }
+    args.set_sizes(sizes.typed_data(), experts);
     return checks.error;
 }
 

@@ -155,16 +155,30 @@ ffi::Error packed_product_call(ffi::ThreadPool pool, AnyBuffer x, ffi::Remaining
     });
 }
 
-// Rows in the order of their experts, times the weights of these in 4 or 8 bits.
-ffi::Error expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, AnyBuffer scales, AnyBuffer zero_points,
-                               Int32Buffer sizes, ffi::Result<AnyBuffer> y, int32_t format, std::string_view isa,
-                               int32_t threads) {
+// Rows in the order of their experts, times the weights of these.
+ffi::Error expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, Int32Buffer sizes,
+                               ffi::Result<AnyBuffer> y, std::string_view isa, int32_t threads) {
     return catch_exceptions("expert_product", [&] {
         ExpertProductArgs args{};
-        const std::string error = expert_product_args(x, w, scales, zero_points, sizes, *y, format, args);
+        const std::string error = expert_product_args(x, w, sizes, *y, args);
         if (!error.empty()) return invalid_argument("expert_product", error);
-        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.form, false);
+        const ProductKernel* kernel = find_product(std::string(isa), args.form.dtype);
         if (!kernel) return unknown_isa("expert_product", isa);
+        run_grouped_products(pool, args, *kernel, threads);
+        return ffi::Error::Success();
+    });
+}
+
+// The same with weights in 4 or 8 bits.
+ffi::Error packed_expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, AnyBuffer scales,
+                                      AnyBuffer zero_points, Int32Buffer sizes, ffi::Result<AnyBuffer> y,
+                                      int32_t format, std::string_view isa, int32_t threads) {
+    return catch_exceptions("packed_expert_product", [&] {
+        ExpertProductArgs args{};
+        const std::string error = packed_expert_product_args(x, w, scales, zero_points, sizes, *y, format, args);
+        if (!error.empty()) return invalid_argument("packed_expert_product", error);
+        const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.form, false);
+        if (!kernel) return unknown_isa("packed_expert_product", isa);
         run_grouped_products(pool, args, *kernel, threads);
         return ffi::Error::Success();
     });
@@ -240,6 +254,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnExpertProduct, expert_product_call,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<Int32Buffer>().Ret<AnyBuffer>()  // x, w, sizes
+        .Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnPackedExpertProduct, packed_expert_product_call,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
         .Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>()  // x, w, scales, zero points

@@ -33,6 +33,8 @@ enum class Mutant : int {
     latent_not_in_keys,
     packed_scales_of_first_group,
     packed_zero_points_ignored,
+    empty_experts_not_counted,
+    expert_rows_not_skipped,
 };
 inline Mutant mutant = Mutant::none;
 }  // namespace jattn

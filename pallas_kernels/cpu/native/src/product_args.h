@@ -5,6 +5,7 @@
 
 #include "args.h"
 #include "memory.h"
+#include "mutants.h"
 
 namespace jattn {
 
@@ -68,7 +69,11 @@ struct HeadProductArgs {
     }
 };
 
-// Rows that are in the order of their experts, times the packed weights of these: y[row] = x[row] w[expert of the row].
+constexpr int kProductMaxRows = 192;    // of an item: a multiple of all block_rows
+constexpr int kProductMaxInputs = 256;  // of a group of inputs
+
+// Rows that are in the order of their experts, times the weights of these, packed or not: y[row] = x[row] w[expert of
+// the row]. A group is some rows of one expert.
 struct ExpertProductArgs {
     struct Group {
         int64_t expert, row_begin, rows;
@@ -76,8 +81,18 @@ struct ExpertProductArgs {
     ProductArgs form;       // of any rows; form.x and form.rows: all rows
     ProductMatrix first;    // of expert 0, and the first row of y
     int64_t w_bytes, scale_bytes, zero_point_bytes;  // of an expert
-    std::vector<Group> active;                       // the experts that have rows
+    std::vector<Group, Allocator<Group>> active;     // of the experts that have rows, at most kProductMaxRows each
     int64_t inputs, columns;
+    // sizes [experts]: rows of each. They come from a traced computation and are not trusted: each is at least 0, and
+    // they end with the rows of x.
+    void set_sizes(const int32_t* sizes, int64_t experts) {
+        for (int64_t e = 0, begin = 0; e < experts; e++) {
+            const int64_t end = begin + std::min<int64_t>(std::max(0, sizes[e]), form.rows - begin);
+            for (; begin < end; begin += kProductMaxRows)
+                active.push_back({e, begin, std::min<int64_t>(kProductMaxRows, end - begin)});
+            begin = end;
+        }
+    }
     int64_t groups() const { return (int64_t)active.size(); }
     int64_t rows_of(int64_t i) const { return active[i].rows; }
     int64_t most_rows() const {
@@ -87,15 +102,18 @@ struct ExpertProductArgs {
     }
     ProductMatrix matrix(int64_t i, int64_t row_begin) const {
         const Group& group = active[i];
+        const int64_t expert = JATTN_MUTANT(empty_experts_not_counted, i, group.expert);
         ProductMatrix matrix = first;
-        matrix.w += group.expert * w_bytes, matrix.scales += group.expert * scale_bytes;
-        if (form.has_zero_points) matrix.zero_points += group.expert * zero_point_bytes;
+        matrix.w += expert * w_bytes;
+        if (matrix.scales) matrix.scales += expert * scale_bytes;
+        if (form.has_zero_points) matrix.zero_points += expert * zero_point_bytes;
         matrix.y += (group.row_begin + row_begin) * columns * bytes_of(form.out_dtype);
         return matrix;
     }
     ProductArgs of_rows(int64_t i, int64_t row_begin, int64_t row_end, const ProductMatrix* matrices) const {
         ProductArgs args = form;
-        args.x += (active[i].row_begin + row_begin) * inputs * bytes_of(form.dtype);
+        const int64_t first_row = JATTN_MUTANT(expert_rows_not_skipped, row_begin, active[i].row_begin + row_begin);
+        args.x += first_row * inputs * bytes_of(form.dtype);
         args.rows = row_end - row_begin, args.matrices = matrices, args.num_matrices = 1;
         return args;
     }
@@ -122,8 +140,6 @@ struct ProductKernel {
     }
 };
 
-constexpr int kProductMaxRows = 192;    // of an item: a multiple of all block_rows
-constexpr int kProductMaxInputs = 256;  // of a group
 // The tiles of an item's columns: the sums of all its rows stay in the second cache level.
 inline int64_t product_max_tiles(int64_t rows) { return rows > kProductMaxRows / 2 ? 8 : 16; }
 

@@ -11,13 +11,17 @@ namespace jattn {
 constexpr int64_t kProductThreadWeights = 1 << 15;     // weights of a thread at least: waking one takes as long
 constexpr int64_t kProductParallelPack = 1 << 17;      // from so many words on, all threads pack the rows
 
-// The items of all matrices. They become narrower towards the end, so that the threads end together; narrow ones read
-// slower, so none has fewer than four tiles unless threads would be idle.
+// The tiles of the narrowest item. Narrow ones read slower, so none has fewer than four unless threads would be idle.
+inline int64_t least_tiles(int64_t all_tiles, int64_t threads) {
+    return std::min<int64_t>(4, std::max<int64_t>(1, all_tiles / threads));
+}
+
+// The items of all matrices. They become narrower towards the end, so that the threads end together.
 inline std::vector<ProductItem, Allocator<ProductItem>> product_items(const ProductArgs& args,
                                                                       const ProductKernel& kernel, int64_t threads) {
     int64_t left = 0;  // columns
     for (int64_t m = 0; m < args.num_results(); m++) left += args.matrices[m].columns;
-    const int64_t least = std::min<int64_t>(4, std::max<int64_t>(1, left / (threads * kernel.tile_columns)));
+    const int64_t least = least_tiles(left / kernel.tile_columns, threads);
     std::vector<ProductItem, Allocator<ProductItem>> items;
     for (int64_t m = 0; m < args.num_results(); m++)
         for (int64_t begin = 0, end; begin < args.matrices[m].columns; left -= end - begin, begin = end) {
@@ -60,12 +64,15 @@ void run_product(Pool& pool, const ProductArgs& args, const ProductKernel& kerne
 // itself, at most kProductMaxRows at a time.
 template <class Pool, class Args>
 void run_grouped_products(Pool& pool, const Args& args, const ProductKernel& kernel, int64_t threads) {
-    const int64_t width = kernel.tile_columns * product_max_tiles(args.most_rows());
-    const int64_t parts = (args.columns + width - 1) / width, items = args.groups() * parts;
     if (threads <= 0) {
         const int64_t useful = args.groups() * args.inputs * args.columns / kProductThreadWeights;
         threads = std::min<int64_t>(pool.num_threads(), std::max<int64_t>(1, useful));
     }
+    const int64_t all_tiles = args.groups() * ((args.columns + kernel.tile_columns - 1) / kernel.tile_columns);
+    const int64_t least = least_tiles(all_tiles, threads);
+    const int64_t tiles = std::min(std::max(least, all_tiles / (3 * threads)), product_max_tiles(args.most_rows()));
+    const int64_t width = kernel.tile_columns * tiles;
+    const int64_t parts = (args.columns + width - 1) / width, items = args.groups() * parts;
     parallel_for(pool, items, threads, [&](int64_t i, const std::atomic<int64_t>& next_item) {
         static thread_local Buffer buffer;
         const int64_t next = std::min<int64_t>(next_item.load(std::memory_order_relaxed), items - 1);
