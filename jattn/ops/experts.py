@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
-from jattn.ops import expert_tiles
+from jattn.ops import expert_dots, expert_tiles
 from jattn.ops.product import NATIVE_DTYPES, has_native_groups, is_partitioned
 from jattn.ops.quantised import QuantisedArray, plain
 from pallas_kernels.cpu.native import library, ops
@@ -44,11 +44,14 @@ def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int
     """
     if sizes.shape != kernel.shape[:1]:
         raise ValueError(f"{sizes.shape=} must be {kernel.shape[:1]}: the rows of each expert")
-    if isinstance(kernel, QuantisedArray) and x.shape[0]:
-        if _is_native(x, kernel):
-            return _native(x, kernel, sizes)
-        if (config := _gpu_config(x, kernel)) is not None:
-            return _gpu(x, kernel, sizes, config)
+    if not x.shape[0]:
+        return _ragged_dot(x, kernel, sizes)
+    if _is_native(x, kernel):
+        return _native(x, kernel, sizes)
+    if isinstance(kernel, QuantisedArray) and (config := _gpu_config(x, kernel)) is not None:
+        return _gpu(x, kernel, sizes, config)
+    if _is_looped():
+        return _looped(x, kernel, sizes)
     matrix = plain(kernel, x.dtype)
     if (tiles := expert_tiles.config_of(x, [matrix], multiple)) is not None:
         return _tiled(x, (matrix,), sizes, tiles)
@@ -64,14 +67,38 @@ def silu_expert_product(x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array
     return jax.nn.silu(of_gate) * of_up
 
 
-def _dots(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> jax.Array:
+def _ragged_dot(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
     return jax.lax.ragged_dot(x, plain(kernel, x.dtype), sizes)
 
 
-def _is_native(x: jax.Array, kernel: QuantisedArray) -> bool:
+def _dots(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
+    return _looped(x, kernel, sizes) if _is_looped() else _ragged_dot(x, kernel, sizes)
+
+
+def _is_looped() -> bool:
+    """On a CPU XLA's dots are of tiles, but where its partitioner divides them: it would gather all matrices."""
+    return device.detect().platform == "cpu" and not is_partitioned()
+
+
+@jax.custom_jvp
+def _looped(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
+    """Only the tiles that there are. A loop has no reverse derivative: `_batched` has."""
+    return jax.custom_batching.sequential_vmap(expert_dots.looped)(x, kernel, sizes)
+
+
+def _batched(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
+    """In float32 at least, in which the derivative of a matrix is summed over its tiles."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return expert_dots.batched(x.astype(wide), plain(kernel, wide).astype(wide), sizes).astype(x.dtype)
+
+
+def _is_native(x: jax.Array, kernel: Kernel) -> bool:
     """On a CPU the C++ kernel is used for any number of rows: it decodes an expert's tile once for all of its rows."""
-    is_form = kernel.axis == -2 and x.dtype.name in NATIVE_DTYPES and has_native_groups(kernel)
-    return device.detect().platform == "cpu" and is_form and not is_partitioned() and bool(library.status().isas)
+    if device.detect().platform != "cpu" or is_partitioned() or x.dtype.name not in NATIVE_DTYPES:
+        return False
+    is_packed = isinstance(kernel, QuantisedArray)
+    is_form = kernel.axis == -2 and has_native_groups(kernel) if is_packed else kernel.dtype == x.dtype
+    return is_form and bool(library.status().isas)
 
 
 def _gpu_config(
@@ -91,8 +118,10 @@ def _gpu_config(
 
 
 @jax.custom_jvp
-def _native(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array) -> jax.Array:
-    """The C++ kernel. Its derivatives are those of the dots."""
+def _native(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
+    """The C++ kernel. Its derivatives are those of `_batched`. Under vmap it is called once per element."""
+    if not isinstance(kernel, QuantisedArray):
+        return ops.expert_product(x, kernel, sizes, out_dtype=x.dtype)
     arrays = (kernel.values, kernel.scales, kernel.zero_points)
     return ops.packed_expert_product(x, arrays, sizes, kernel.format, out_dtype=x.dtype)
 
@@ -108,9 +137,14 @@ def _gpu(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array, config: Any) ->
     return each(x, (kernel.values, kernel.scales, kernel.zero_points), packed_tiles(sizes, config))
 
 
+@_looped.defjvp
+def _looped_jvp(primals, tangents):
+    return _looped(*primals), jax.jvp(_batched, primals, tangents)[1]
+
+
 @_native.defjvp
 def _native_jvp(primals, tangents):
-    return _native(*primals), jax.jvp(_dots, primals, tangents)[1]
+    return _native(*primals), jax.jvp(_batched, primals, tangents)[1]
 
 
 @_gpu.defjvp
@@ -135,11 +169,4 @@ def _tiled_jvp(config: Any, primals, tangents):
 
 def packed_tiles(sizes: jax.Array, config: packed_product_config.PackedProductConfig) -> jax.Array:
     """i32[config.tiles, 3]: (expert, first row, rows) of each tile, of at most config.tile_rows rows; 0 at the end."""
-    of_expert = -(-sizes // config.tile_rows)
-    ends, number = jnp.cumsum(of_expert, dtype=jnp.int32), jnp.arange(config.tiles, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), config.experts - 1)
-    skipped = (number - (ends - of_expert)[expert]) * config.tile_rows
-    rows = jnp.clip(sizes[expert] - skipped, 0, config.tile_rows)
-    first = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[expert] + skipped
-    used = rows > 0
-    return jnp.stack([expert, jnp.where(used, first, 0), jnp.where(used, rows, 0)], axis=1).astype(jnp.int32)
+    return expert_dots.row_tiles(sizes, config.tile_rows, config.tiles)

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 
 from jattn.device import Chip
-from jattn.ops import experts
+from jattn.ops import expert_dots, experts
 from pallas_kernels.cpu.native import library
 from pallas_kernels.gpu.packed_product_config import PackedProductConfig
 from tests.ops.test_quantised import drawn, wide
 
 SIZES = (3, 0, 17, 1)
+PLAIN = ((3, 0, 17, 1), (1,), (0, 1, 0), (0, 0, 0, 2, 0, 0), (0, 400, 0, 3), (60, 0, 68, 1), (0, 0, 700), (1,) * 40)
+"""One row, fewer rows than a tile, tiles that end with x, several tiles of an expert, as many experts as rows."""
+EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def stacked(format, inputs, outputs, group, *, count=4, **how):
@@ -42,8 +45,118 @@ def test_each_row_is_multiplied_by_its_expert(monkeypatch, format, native):
     assert np.abs(y[: len(expert)] - wanted).max() < 1e-5 * wanted.std()
 
 
+def drawn_plain(sizes, dtype, *, rows=0, inputs=40, outputs=24):
+    """(x with `rows` more rows than have an expert, kernel, sizes, the expert of each row)"""
+    rng = np.random.default_rng(len(sizes))
+    array = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)
+    expert = np.repeat(np.arange(len(sizes)), sizes)
+    return array(len(expert) + rows, inputs), array(len(sizes), inputs, outputs), jnp.array(sizes), expert
+
+
+@pytest.mark.parametrize("dtype", EPSILON)
+@pytest.mark.parametrize("native", [True, False])
+def test_each_row_is_multiplied_by_the_plain_matrix_of_its_expert(monkeypatch, native, dtype):
+    if native and not library.status().available:
+        pytest.skip("no native library")
+    if not native:
+        monkeypatch.setattr(experts, "_is_native", lambda *args: False)
+    for sizes in PLAIN:
+        for rows in (0, 1, 300):
+            x, kernel, counts, expert = drawn_plain(sizes, dtype, rows=rows)
+            y = experts.expert_product(x, kernel, counts)
+            wanted = np.einsum("ni,nio->no", wide(x)[: len(expert)], wide(kernel)[expert])
+            size = np.einsum("ni,nio->no", abs(wide(x))[: len(expert)], abs(wide(kernel))[expert])
+            assert y.shape == (x.shape[0], 24) and y.dtype == x.dtype
+            assert (np.abs(wide(y[: len(expert)]) - wanted) <= EPSILON[dtype] * np.abs(wanted) + 2.5e-6 * size).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", [expert_dots.looped, expert_dots.batched])
+def test_tiles_of_every_length(monkeypatch, form, dtype):
+    monkeypatch.setattr(expert_dots, "GATHERED_BYTES", 3 * 40 * 24 * 4)
+    for sizes in PLAIN:
+        for tile_rows in (2, 16, 256):
+            monkeypatch.setattr(expert_dots, "tile_rows_of", lambda rows, experts, tile_rows=tile_rows: tile_rows)
+            x, kernel, counts, expert = drawn_plain(sizes, dtype, rows=1)
+            y = wide(jax.jit(lambda *operands: form(*operands))(x, kernel, counts))
+            wanted = np.einsum("ni,nio->no", wide(x)[: len(expert)], wide(kernel)[expert])
+            np.testing.assert_allclose(y[: len(expert)], wanted, rtol=EPSILON[dtype], atol=3e-5)
+            assert np.isfinite(y).all()
+
+
+def test_sizes_beyond_the_rows_raise_nothing():
+    x, kernel, _, _ = drawn_plain((3, 2), "float32")
+    for form in (expert_dots.looped, expert_dots.batched):
+        y = form(x, kernel, jnp.array((4, 90)))
+        np.testing.assert_allclose(y[:4], wide(x)[:4] @ wide(kernel)[0], atol=1e-4)
+        np.testing.assert_allclose(y[4:], wide(x)[4:] @ wide(kernel)[1], atol=1e-4)
+
+
+def test_tiles_are_about_as_long_as_an_expert_has_rows():
+    assert [expert_dots.tile_rows_of(rows, 8) for rows in (1, 8, 31, 32, 64, 1 << 20)] == [2, 2, 2, 4, 8, 256]
+
+
+def test_only_the_matrix_of_a_tile_is_widened():
+    """XLA:CPU would convert all bfloat16 matrices in front of the loop."""
+    x, kernel, sizes, _ = drawn_plain((1,) * 60, "bfloat16")
+    used = jax.jit(expert_dots.looped).lower(x, kernel, sizes).compile().memory_analysis().temp_size_in_bytes
+    assert 0 < used < kernel.nbytes / 2
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_batch_of_rows_and_sizes(monkeypatch, native):
+    if not native:
+        monkeypatch.setattr(experts, "_is_native", lambda *args: False)
+    x, kernel, _, _ = drawn_plain((5, 5, 4), "float32")
+    x, sizes = x.reshape(2, 7, 40), jnp.array([[2, 0, 5], [0, 6, 1]])
+    y = jax.vmap(lambda x, sizes: experts.expert_product(x, kernel, sizes))(x, sizes)
+    for one, rows, counts in zip(y, wide(x), sizes, strict=True):
+        wanted = np.einsum("ni,nio->no", rows, wide(kernel)[np.repeat(np.arange(3), counts)])
+        np.testing.assert_allclose(one, wanted, atol=1e-4)
+
+
+def no_change(integers) -> np.ndarray:
+    return np.zeros(integers.shape, jax.dtypes.float0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("native", [True, False])
+def test_derivatives_with_respect_to_rows_and_plain_matrices(monkeypatch, native, dtype):
+    """The matrix of an expert with many tiles gets a sum that is rounded once."""
+    if not native:
+        monkeypatch.setattr(experts, "_is_native", lambda *args: False)
+    monkeypatch.setattr(expert_dots, "tile_rows_of", lambda rows, experts: 4)
+    for sizes in PLAIN[::2]:
+        x, kernel, counts, expert = drawn_plain(sizes, dtype)
+        factor = jnp.asarray(np.random.default_rng(1).standard_normal((len(expert), 24)), dtype)
+        y, back = jax.vjp(lambda x, kernel, counts=counts: experts.expert_product(x, kernel, counts), x, kernel)
+        of_x, of_kernel = back(factor)
+        assert (of_x.dtype, of_kernel.dtype) == (x.dtype, x.dtype)
+        exact = np.einsum("no,nio->ni", wide(factor), wide(kernel)[expert])
+        np.testing.assert_allclose(wide(of_x), exact, rtol=EPSILON[dtype], atol=3e-5)
+        exact = np.zeros(kernel.shape)
+        np.add.at(exact, expert, np.einsum("ni,no->nio", wide(x), wide(factor)))
+        np.testing.assert_allclose(wide(of_kernel), exact, rtol=EPSILON[dtype], atol=1e-4)
+        change = jax.jvp(experts.expert_product, (x, kernel, counts), (x, 0 * kernel, no_change(counts)))[1]
+        np.testing.assert_allclose(wide(change), wide(y), rtol=2 * EPSILON[dtype], atol=1e-4)
+
+
+def test_the_partitioner_of_a_mesh_gets_a_ragged_dot():
+    x, kernel, sizes, _ = drawn_plain((3, 2), "float32")
+    traced = lambda: str(jax.make_jaxpr(experts.expert_product)(x, kernel, sizes))
+    assert "ragged_dot" not in traced()
+    with jax.sharding.use_abstract_mesh(
+        jax.sharding.AbstractMesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    ):
+        assert "ragged_dot" in traced()
+
+
 @pytest.mark.skipif(not library.status().available, reason="no native library")
 def test_what_the_cpp_kernel_takes():
+    for dtype in EPSILON:
+        assert experts._is_native(*drawn_plain((2, 1), dtype)[:2])
+    assert not experts._is_native(*(array.astype(jnp.float8_e4m3fn) for array in drawn_plain((2, 1), "float32")[:2]))
+    assert not experts._is_native(jnp.ones((3, 40)), drawn_plain((2, 1), "bfloat16")[1])
     x = jnp.ones((5, 160))
     take = lambda format, group, **how: experts._is_native(x, stacked(format, 160, 8, group, **how)[0])
     assert take("int4", 32) and take("fp4", 32) and take("fp8", 160)
