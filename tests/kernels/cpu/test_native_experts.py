@@ -17,7 +17,7 @@ ROWS = ((2, 0, 1, 14), (0, 0, 195), (5,), (0, 3), (1,) * 9, (7, 0, 0, 400, 31), 
 
 
 def call(x, w, sizes, out_dtype="float32", **options) -> np.ndarray:
-    return np.asarray(ops.expert_product(x, w, np.array(sizes, np.int32), out_dtype=out_dtype, **options))
+    return np.asarray(ops.expert_product(x, w, jnp.asarray(sizes, jnp.int32), out_dtype=out_dtype, **options))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
