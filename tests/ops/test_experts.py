@@ -141,6 +141,18 @@ def test_derivatives_with_respect_to_rows_and_plain_matrices(monkeypatch, native
         np.testing.assert_allclose(wide(change), wide(y), rtol=2 * EPSILON[dtype], atol=1e-4)
 
 
+def test_rows_of_each_device_in_shard_map():
+    """shard_map checks over which axes of the mesh each value varies."""
+    mesh, split, whole = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("x"), jax.P()
+    x, kernel, _, _ = drawn_plain((5, 5, 4), "float32")
+    sizes = jnp.array([2, 0, 5, 0, 6, 1])
+    expert = np.repeat([0, 1, 2, 0, 1, 2], sizes)
+    wanted = np.einsum("ni,nio->no", wide(x), wide(kernel)[expert])
+    for form in (experts._looped, expert_dots.batched):
+        each = jax.shard_map(form, mesh=mesh, in_specs=(split, whole, split), out_specs=split)
+        np.testing.assert_allclose(jax.jit(each)(x, kernel, sizes), wanted, atol=1e-4)
+
+
 def test_the_partitioner_of_a_mesh_gets_a_ragged_dot():
     x, kernel, sizes, _ = drawn_plain((3, 2), "float32")
     traced = lambda: str(jax.make_jaxpr(experts.expert_product)(x, kernel, sizes))
