@@ -97,19 +97,19 @@ class Footprint:
     def activation_bytes(self, max_num_seqs: int, max_num_batched_tokens: int, platform: str) -> int:
         """An estimate of the temporary memory of the largest dispatch on each device.
 
-        Sampling and the widest layer do not run at the same time. XLA:CPU copies some weights to float32 before the
-        loop over steps: those of experts that are not quantised, and for many rows those of 16 bits and quantised ones.
+        Sampling and the widest layer do not run at the same time. For many rows XLA:CPU copies weights of 16 bits and
+        quantised ones to float32 before the loop over steps, but not those of experts.
         """
         vocab = self.config.vocab_size
         vocab = vocab if vocab % self.ranks else vocab // self.ranks  # replicated if not divisible: see ModelMesh
         sampling = SAMPLING_ARRAYS * 4 * max_num_seqs * vocab
         share = 0.5 if halves.serves(self.config, self.model_mesh, max_num_batched_tokens) else 1.0
-        row_bytes = max((self._row_bytes(layer, platform, share) for layer in self.config.layers), default=0)
+        row_bytes = max((self._row_bytes(layer, share) for layer in self.config.layers), default=0)
         copied = self._copied_bytes(max_num_batched_tokens) if platform == "cpu" else 0
         return max(sampling, row_bytes * max_num_batched_tokens) + copied
 
-    def _row_bytes(self, layer: LayerConfig, platform: str, share: float) -> int:
-        """Of one token in a layer. Except on a TPU, XLA multiplies each row by all experts of a device.
+    def _row_bytes(self, layer: LayerConfig, share: float) -> int:
+        """Of one token in a layer. It has a row of its own for each expert that it chooses, on every rank.
 
         share: of the tokens, that the MLP computes at a time.
         """
@@ -118,17 +118,16 @@ class Footprint:
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else share * MLP_ARRAYS * dense.width / self.ranks
         if moe is not None:
-            times = self.expert_data_ranks
-            arrays = MLP_ARRAYS if platform == "tpu" else 1 + moe.num_experts / (self.ranks * times)
-            width = max(width, times * moe.top_k * moe.width * arrays)
+            of_row = MLP_ARRAYS * moe.width + HIDDEN_ARRAYS * self.config.hidden_size
+            width = max(width, self.expert_data_ranks * moe.top_k * of_row)
         return int(4 * (HIDDEN_ARRAYS * self.config.hidden_size + max(width, heads)))
 
     def _copied_bytes(self, tokens: int) -> int:
         has_codes = self.quantization is not None or any(map(is_quantised, (self.stored or {}).values()))
         is_narrow = has_codes or jnp.dtype(self.dtype).itemsize == 2
-        every, experts = is_narrow and tokens > NATIVE_MAX_ROWS, self.quantization is None
-        is_copied = lambda axes, rank: experts if "expert" in axes else every and rank > 1
-        copied = [w for w in self.weights if is_copied(w.spec.axes, len(w.spec.shape))]
+        if not is_narrow or tokens <= NATIVE_MAX_ROWS:
+            return 0
+        copied = [w for w in self.weights if "expert" not in w.spec.axes and len(w.spec.shape) > 1]
         return sum(int(4 * math.prod(w.spec.shape) * w.share) for w in copied if w.path != "embed")
 
     # ------------------------------------------------------------------ the time of a step

@@ -23,6 +23,10 @@ GPU_ROWS_OF_EXPERT = 128
 An H200 takes 337 us for 64 rows of each of 32 experts of MXFP4, 524 for 128 and 961 for 256; dequantised 508, 532, 612.
 """
 
+RAGGED_BYTES = 2**30
+"""What jax.lax.ragged_dot may copy on a GPU that has no kernel. It is one product, and reads all experts; a loop over
+tiles has some launches for each of them."""
+
 Kernel = jax.Array | QuantisedArray
 
 
@@ -50,8 +54,8 @@ def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int
         return _native(x, kernel, sizes)
     if isinstance(kernel, QuantisedArray) and (config := _gpu_config(x, kernel)) is not None:
         return _gpu(x, kernel, sizes, config)
-    if _is_looped():
-        return _looped(x, kernel, sizes)
+    if device.detect().platform == "cpu":
+        return _dots(x, kernel, sizes)
     matrix = plain(kernel, x.dtype)
     if (tiles := expert_tiles.config_of(x, [matrix], multiple)) is not None:
         return _tiled(x, (matrix,), sizes, tiles)
@@ -72,12 +76,13 @@ def _ragged_dot(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
 
 
 def _dots(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
-    return _looped(x, kernel, sizes) if _is_looped() else _ragged_dot(x, kernel, sizes)
+    return _looped(x, kernel, sizes) if _is_looped(x, kernel) else _ragged_dot(x, kernel, sizes)
 
 
-def _is_looped() -> bool:
-    """On a CPU XLA's dots are of tiles, but where its partitioner divides them: it would gather all matrices."""
-    return device.detect().platform == "cpu" and not is_partitioned()
+def _is_looped(x: jax.Array, kernel: Kernel) -> bool:
+    """Are the dots those of tiles? Not where XLA's partitioner divides them: it would gather all matrices."""
+    platform, copied = device.detect().platform, x.size * x.dtype.itemsize * kernel.shape[0]  # x for each expert
+    return not is_partitioned() and (platform == "cpu" or platform == "gpu" and copied > RAGGED_BYTES)
 
 
 @jax.custom_jvp

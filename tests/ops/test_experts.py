@@ -163,6 +163,18 @@ def test_the_partitioner_of_a_mesh_gets_a_ragged_dot():
         assert "ragged_dot" in traced()
 
 
+def test_other_gpus_multiply_tiles_where_a_ragged_dot_would_copy_much(monkeypatch):
+    monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_80"))
+    x, kernel, sizes, expert = drawn_plain((3, 0, 17, 1), "bfloat16")
+    traced = lambda: str(jax.make_jaxpr(lambda *operands: experts.expert_product(*operands))(x, kernel, sizes))
+    assert "ragged_dot" in traced()
+    monkeypatch.setattr(experts, "RAGGED_BYTES", 2 * x.size * kernel.shape[0] - 1)
+    assert "ragged_dot" not in traced()
+    y = experts.expert_product(x, kernel, sizes)
+    wanted = np.einsum("ni,nio->no", wide(x)[: len(expert)], wide(kernel)[expert])
+    assert np.abs(wide(y)[: len(expert)] - wanted).max() < 2.0**-7 * np.abs(wanted).max()
+
+
 @pytest.mark.skipif(not library.status().available, reason="no native library")
 def test_what_the_cpp_kernel_takes():
     for dtype in EPSILON:
