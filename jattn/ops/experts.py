@@ -46,8 +46,7 @@ def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int
 
     sizes i32[experts]: rows of each expert, all of them multiples of `multiple`. Rows beyond their sum are undefined.
     """
-    if sizes.shape != kernel.shape[:1]:
-        raise ValueError(f"{sizes.shape=} must be {kernel.shape[:1]}: the rows of each expert")
+    _check_sizes(sizes, kernel)
     if not x.shape[0]:
         return _ragged_dot(x, kernel, sizes)
     if _is_native(x, kernel):
@@ -64,11 +63,17 @@ def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int
 
 def silu_expert_product(x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1) -> jax.Array:
     """silu(x gate) * (x up), as by two calls of `expert_product`, which may be rounded first."""
+    _check_sizes(sizes, gate)
     if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
         if (tiles := expert_tiles.config_of(x, [gate, up], multiple)) is not None:
             return _tiled(x, (gate, up), sizes, tiles)
     of_gate, of_up = (expert_product(x, kernel, sizes, multiple) for kernel in (gate, up))
     return jax.nn.silu(of_gate) * of_up
+
+
+def _check_sizes(sizes: jax.Array, kernel: Kernel) -> None:
+    if sizes.shape != kernel.shape[:1]:
+        raise ValueError(f"{sizes.shape=} must be {kernel.shape[:1]}: the rows of each expert")
 
 
 def _ragged_dot(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:

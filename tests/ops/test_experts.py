@@ -281,6 +281,14 @@ def test_hopper_multiplies_padded_rows_of_16_bits(monkeypatch):
     np.testing.assert_array_equal(both[0], y)
 
 
+def test_gate_and_up_need_the_rows_of_each_expert(monkeypatch):
+    on_hopper(monkeypatch)
+    gate, up, _ = of_16_bits()
+    for multiple in (1, 8):
+        with pytest.raises(ValueError, match=r"sizes.shape=\(3,\) must be \(4,\): the rows of each expert"):
+            experts.silu_expert_product(jnp.ones((16, 64), "bfloat16"), gate, up, jnp.array([8, 0, 8]), multiple)
+
+
 def test_what_hopper_does_not_take(monkeypatch):
     seen, matrices = on_hopper(monkeypatch), of_16_bits()
     assert experts.row_multiple(20, "float32", matrices) == 1
