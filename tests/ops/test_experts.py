@@ -1,4 +1,4 @@
-"""Rows times the packed matrices of their experts, against numpy in float64."""
+"""Rows times the matrices of their experts, packed and plain, against numpy in float64."""
 
 import dataclasses
 import types
@@ -168,7 +168,7 @@ def test_other_gpus_multiply_tiles_where_a_ragged_dot_would_copy_much(monkeypatc
     x, kernel, sizes, expert = drawn_plain((3, 0, 17, 1), "bfloat16")
     traced = lambda: str(jax.make_jaxpr(lambda *operands: experts.expert_product(*operands))(x, kernel, sizes))
     assert "ragged_dot" in traced()
-    monkeypatch.setattr(experts, "RAGGED_BYTES", 2 * x.size * kernel.shape[0] - 1)
+    monkeypatch.setattr(experts, "RAGGED_COPY_BYTES", 2 * x.size * kernel.shape[0] - 1)
     assert "ragged_dot" not in traced()
     y = experts.expert_product(x, kernel, sizes)
     wanted = np.einsum("ni,nio->no", wide(x)[: len(expert)], wide(kernel)[expert])
@@ -202,7 +202,7 @@ def test_tiles_have_each_row_once(sizes):
     )  # fmt: skip
     expert = np.repeat(np.arange(len(sizes)), sizes)
     seen = []
-    for e, first, count in np.asarray(experts.packed_tiles(jnp.array(sizes), config)):
+    for e, first, count in np.asarray(expert_dots.row_tiles(jnp.array(sizes), config.tile_rows, config.tiles)):
         assert count <= config.tile_rows
         assert (expert[first : first + count] == e).all()
         seen += range(first, first + count)
@@ -213,7 +213,7 @@ def test_the_gpu_kernel_takes_few_rows_of_each_expert(monkeypatch):
     monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_90"))
     monkeypatch.setattr(experts.device, "processors", lambda: 132)
     weight = stacked("fp4", 64, 128, 32)[0]
-    config = lambda rows, dtype="bfloat16": experts._gpu_config(jnp.ones((rows, 64), dtype), weight)
+    config = lambda rows, dtype="bfloat16": experts._packed_config(jnp.ones((rows, 64), dtype), weight)
     chosen = config(10)
     assert chosen is not None and (chosen.experts, chosen.tiles, chosen.widths) == (4, 4, (128,))
     assert config(4 * 128 + 1) is None and config(10, "float32") is None
@@ -254,7 +254,7 @@ def on_hopper(monkeypatch):
         products = [of_each_row(x, matrix, tiles, config) for matrix in matrices]
         return (jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]).astype(x.dtype)
 
-    monkeypatch.setattr(experts.expert_tiles, "kernels", types.SimpleNamespace(expert_product=product))
+    monkeypatch.setattr(experts.expert_wgmma, "kernels", types.SimpleNamespace(expert_product=product))
     return seen
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jattn.ops.expert_rows import padded_count
-from jattn.ops.expert_tiles import tiles_of
+from jattn.ops.expert_wgmma import tiles_of
 from pallas_kernels.gpu import expert_product_sm90 as kernel
 from pallas_kernels.gpu.expert_product_config import (
     COLUMNS,

@@ -17,8 +17,8 @@ Shape = tuple[int, ...]
 def row_multiple(choices: int, dtype: str, matrices: Sequence[Shape], share: float = 1.0) -> int:
     """A multiple to which the rows of each expert are padded for these matrices; 1: the kernel does not serve them.
 
-    choices: the most rows of all experts together, without padding; share: of them, that are likely. matrices: their
-    shapes [experts, inner, width].
+    choices: the rows of all experts together at most, without padding; share: the part of them that these experts may
+    expect. matrices: their shapes [experts, inner, width].
     """
     if not choices or not matrices:
         return 1
