@@ -3,9 +3,9 @@
     python -m benchmarks.expert_product [--tokens 1 4 16 2048] [--dtype bfloat16] [--rounds 9] [--no-ragged] [--write]
 
 Few tokens: a call multiplies one batch after the other, each with experts of its own, by matrices that together do not
-fit the caches (ragged_dot only one of them, which takes long); the rate is that of the bytes of the experts that have
-rows. Many tokens: the rate is that of the
-arithmetic, beside a product of as many rows with one matrix. Every result is compared with numpy before it is timed.
+fit the caches (ragged_dot only one of them, because it takes long); the rate is that of reading the matrices of the
+experts that have rows. Many tokens: the rate is that of the arithmetic, beside a product of as many rows with one
+matrix. Some rows of each way are compared with numpy before it is timed.
 """
 
 import argparse
@@ -29,9 +29,10 @@ SHAPES = {
 }
 """Experts, inputs, outputs, experts of a token."""
 WAYS: dict[str, Callable] = {"native": experts._native, "tiles": experts._looped, "ragged_dot": experts._ragged_dot}
-CACHES = 2**28
-"""Bytes of matrices that fit no cache."""
+UNCACHED_BYTES = 2**28
+"""Of matrices that fit no cache."""
 FEW_TOKENS = 64
+"""Up to so many tokens, matrices are read from memory and the rate is that of reading; above, of the arithmetic."""
 
 
 def batches(shape: tuple[int, int, int, int], tokens: int, dtype: str) -> tuple[jax.Array, list, list]:
@@ -40,7 +41,7 @@ def batches(shape: tuple[int, int, int, int], tokens: int, dtype: str) -> tuple[
     rng = np.random.default_rng(0)
     draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes, np.float32), dtype)
     size = count * inputs * outputs * jnp.dtype(dtype).itemsize
-    kernels = [draw(count, inputs, outputs) for _ in range(-(-CACHES // size) if tokens <= FEW_TOKENS else 1)]
+    kernels = [draw(count, inputs, outputs) for _ in range(-(-UNCACHED_BYTES // size) if tokens <= FEW_TOKENS else 1)]
     each = max(1, min(16, 2 * count // (tokens * top))) if tokens <= FEW_TOKENS else 1
     chosen = lambda: np.concatenate([rng.permutation(count)[:top] for _ in range(tokens)])
     sizes = lambda: jnp.asarray(np.bincount(chosen(), minlength=count), jnp.int32)
@@ -49,7 +50,8 @@ def batches(shape: tuple[int, int, int, int], tokens: int, dtype: str) -> tuple[
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def multiply(way: str, numbers: tuple[int, ...], x: jax.Array, kernels: list, sizes: list) -> jax.Array:
-    """x times the experts of each batch, one after the other."""
+    """x times the experts of each batch, one after the other: each adds 0 times the result before, so that XLA
+    computes all of them."""
     y = jnp.zeros((1, 1), x.dtype)
     for number, counts in zip(numbers, sizes, strict=True):
         y = WAYS[way](x + 0 * y[:1, :1], kernels[number], counts)
@@ -105,8 +107,8 @@ def main() -> int:
     ways, rows = [way for way in WAYS if not (args.no_ragged and way == "ragged_dot")], []
     for name in SHAPES:
         for tokens in args.tokens:
-            rows += measure(name, tokens, args.dtype, ways, args.rounds)
-            for row in rows[-len(ways) - (tokens > FEW_TOKENS) :]:
+            for row in measure(name, tokens, args.dtype, ways, args.rounds):
+                rows.append(row)
                 named = ("seconds", "best_seconds", "gb_per_s", "read_gb_per_s", "gflop_per_s")
                 print(row["case"], row["variant"], ", ".join(f"{key} {row[key]:.4g}" for key in named), flush=True)
     records.write(rows, "expert_product", records.folder_of(args))

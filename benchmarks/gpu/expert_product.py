@@ -49,7 +49,7 @@ class Problem:
     tokens: int
 
     def draw(self):
-        """x, gate, up, down and the chosen experts, without favourites."""
+        """(x, (gate, up, down), the chosen experts i32[tokens * top]), all experts equally likely."""
         keys = jax.random.split(jax.random.key(self.tokens), 5)
         normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
         up = (self.experts, self.hidden, self.width)
@@ -59,6 +59,7 @@ class Problem:
         return normal(keys[0], self.tokens, self.hidden), (gate, up, down), chosen.reshape(-1)
 
     def floor(self, chosen) -> float:
+        """us: the longer of reading the chosen experts and of multiplying."""
         numbers = 3 * self.hidden * self.width
         used, kind = len(np.unique(np.asarray(chosen))), "h200" if "H200" in device.card().upper() else "h100"
         return max(2 * used * numbers / READ_RATES[kind], 2 * len(chosen) * numbers / MULTIPLY_RATE)
@@ -82,7 +83,7 @@ def exactly(x, weights, expert: int) -> np.ndarray:
 
 
 def measure(problem: Problem, tile_rows: int | None = None, timed: bool = True) -> dict:
-    """tile_rows: of this many rows instead of those that are chosen."""
+    """The row of a problem. tile_rows: instead of those that `row_multiple` gives; timed: also the times."""
     x, weights, chosen = problem.draw()
     multiple = tile_rows or row_multiple(len(chosen), x.dtype, weights)
     rows = arrange(chosen, problem.experts, multiple)

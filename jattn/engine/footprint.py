@@ -109,7 +109,8 @@ class Footprint:
         return max(sampling, row_bytes * max_num_batched_tokens) + copied
 
     def _row_bytes(self, layer: LayerConfig, share: float) -> int:
-        """Of one token in a layer. It has a row of its own for each expert that it chooses, on every rank.
+        """Of one token in a layer. Each rank has a row for each expert that the token chooses, whichever rank has the
+        expert. Not counted: the padding of experts' rows, and what XLA's ragged_dot copies on a GPU without a kernel.
 
         share: of the tokens, that the MLP computes at a time.
         """

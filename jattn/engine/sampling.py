@@ -89,7 +89,7 @@ def choose(
         return Sampled(tokens=tokens, logprobs=zeros[:, 0], top_tokens=zeros.astype(jnp.int32), top_logprobs=zeros)
 
     branches = (
-        lambda: without_logprobs(_usable(logits, _greedy(logits))),
+        lambda: without_logprobs(_usable(logits, _first_largest(logits))),
         lambda: without_logprobs(_usable(logits, _drawn(logits, rows, distribute))),
         lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], distribute),
     )
@@ -105,7 +105,7 @@ def _with_logprobs(
     top_logprobs, top_tokens = most_likely(raw, top, distribute is not None)
     after = penalised(logits, penalties)
     tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0), lambda: _drawn(after, rows, distribute), lambda: _greedy(after)
+        jnp.any(rows.temperature > 0), lambda: _drawn(after, rows, distribute), lambda: _first_largest(after)
     )
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
     tokens = _usable(after, tokens)
@@ -115,10 +115,6 @@ def _with_logprobs(
 def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     usable = jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of a row with a NaN is NaN
     return jnp.where(usable, tokens, BAD_TOKEN)
-
-
-def _greedy(logits: jax.Array) -> jax.Array:
-    return _first_largest(logits)
 
 
 def _first_largest(x: jax.Array) -> jax.Array:
@@ -138,7 +134,7 @@ def _first_largest(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="distribute")
 def _drawn(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) -> jax.Array:
-    return jnp.where(rows.temperature > 0, _draw(logits, rows, distribute), _greedy(logits))
+    return jnp.where(rows.temperature > 0, _draw(logits, rows, distribute), _first_largest(logits))
 
 
 def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:

@@ -11,7 +11,7 @@ from jattn.ops.quantised import QuantisedArray, plain
 
 MAX_TILE_ROWS = 256
 GATHERED_BYTES = 2**28
-"""Of matrices that `batched` copies at a time."""
+"""Upper bound of the matrices that `batched` copies at a time, unless one is larger."""
 
 
 def row_tiles(sizes: jax.Array, tile_rows: int, count: int) -> jax.Array:
@@ -43,8 +43,8 @@ def most_tiles(rows: int, experts: int, tile_rows: int) -> int:
 def looped(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> jax.Array:
     """x [N, in], in the order of the rows' experts, times kernel [experts, in, out]: [N, out], summed in float32.
 
-    One tile after the other, as many as there are; it has no reverse derivative. Of a quantised kernel each tile's
-    matrix is dequantised. Rows beyond the sum of the sizes are zero.
+    One tile after the other, only those that have rows, so it has no reverse derivative. Of a quantised kernel each
+    tile's matrix is dequantised. Rows beyond the sum of the sizes are zero.
     """
     tiles, tile_rows, padded = _tiles(x, kernel, sizes)
 
@@ -69,7 +69,8 @@ def looped(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array)
 
 
 def batched(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The same in batches of as many tiles as GATHERED_BYTES of matrices; always as many batches as could be needed.
+    """The same, with a reverse derivative: in batches of tiles whose matrices, gathered, have GATHERED_BYTES at most.
+    Tiles without rows are multiplied too.
 
     Rows beyond the sum of the sizes are finite if x and kernel are.
     """
@@ -86,7 +87,7 @@ def batched(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _tiles(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> tuple[jax.Array, int, jax.Array]:
-    """(the tiles, their rows, x with at least so many rows)"""
+    """(`row_tiles` of x, the rows of a tile, x padded to at least one tile)"""
     rows, experts = x.shape[0], kernel.shape[0]
     tile_rows = tile_rows_of(rows, experts)
     padded = x if rows >= tile_rows else jnp.pad(x, ((0, tile_rows - rows), (0, 0)))

@@ -11,13 +11,15 @@ BLOCK = 128  # choices that are compared with one another
 
 
 class ExpertRows(NamedTuple):
-    """An order of choices of experts. A pytree."""
+    """An order of choices of experts, each a token's choice of one expert. A pytree.
 
-    choice: jax.Array  # i32[rows]: the choice in each row; any in padding
+    The rows of an expert lie together, in the order of the choices, padded to a multiple; then the next expert's.
+    """
+
+    choice: jax.Array  # i32[rows]: the choice in each row; 0 in padding
     row: jax.Array  # i32[choices]: the row of each choice; the number of rows: its expert is not among these
-    expert: jax.Array  # i32[rows]: the expert of each row; undefined in rows after the last expert's
+    expert: jax.Array  # i32[rows]: the expert of the choice in each row; 0 in padding, whichever expert's
     sizes: jax.Array  # i32[experts]: rows of each expert, with padding
-    """The rows of an expert lie together, in the order of the choices, padded to a multiple."""
 
 
 def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
@@ -30,7 +32,7 @@ def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
     row = jnp.where(expert < experts, first[expert] + rank, rows)
     place = lambda value: jnp.zeros(rows, jnp.int32).at[row].set(value, mode="drop")
     found = ExpertRows(place(jnp.arange(count, dtype=jnp.int32)), row, place(expert), padded)
-    return jax.lax.optimization_barrier(found)  # else XLA computes a row's place again for each of its numbers
+    return jax.lax.optimization_barrier(found)  # else XLA:GPU computes a row's place again for each of its columns
 
 
 @jax.custom_jvp
@@ -52,7 +54,7 @@ def _take_rows_jvp(primals, tangents):
 def _ranks(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     """i32[choices]: how many choices before each have its expert; i32[experts]: the choices of each expert.
 
-    By comparisons of blocks: a sort of 16384 choices takes 50 us on an H200.
+    By comparisons within blocks: 9 us for 16384 choices on an H200 (2026-11-28), where sorts take 48.
     """
     count = expert.shape[0]
     blocks = jnp.pad(expert, (0, -count % BLOCK), constant_values=experts).reshape(-1, BLOCK)

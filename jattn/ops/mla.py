@@ -190,7 +190,7 @@ class LatentAttention:
         return merge(self.forward_few(q, cache, few, params), self.prefill_mha(q, cache, many, params))
 
     def forward_few(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """The absorbed form for the requests with few queries of a batch that has others."""
+        """The absorbed form for the requests with few queries, in a batch in which the others are materialised."""
         return self.forward_mqa(q, cache, m, params)
 
     def _context(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array) -> AttentionState:
@@ -240,7 +240,7 @@ def materialised(
 ) -> tuple[jax.Array, jax.Array]:
     """k f32[n H nope+rope], v f32[n H V] of rows kv_c [n L], k_pe [n R], by w_uk and w_uv.
 
-    dtype: in which latents and weights are multiplied; the sums are float32.
+    dtype: that of the factors; the sums are float32.
     """
     kv_c, k_pe = jnp.asarray(kv_c).astype(dtype), _float(k_pe)
     w_uk, w_uv = (jnp.asarray(w).astype(dtype) for w in (params.w_uk, params.w_uv))
@@ -250,10 +250,11 @@ def materialised(
 
 
 def _product_dtype(cache: PagedKV, params: MLAParams) -> Any:
-    """bfloat16 if cached latents and weights are bfloat16, whose products are exact in float32; else float32."""
-    is_exact = cache.spec.dtype == "bfloat16" and cache.v_token_scale is None and params.kv_c_scale is None
+    """That of the factors of `materialised`: bfloat16 if cached latents and weights are bfloat16, whose products are
+    exact in float32; else float32."""
+    is_plain = cache.spec.dtype == "bfloat16" and cache.v_token_scale is None and params.kv_c_scale is None
     weights = {jnp.asarray(w).dtype for w in (params.w_uk, params.w_uv)}
-    return jnp.bfloat16 if is_exact and weights == {jnp.dtype(jnp.bfloat16)} else jnp.float32
+    return jnp.bfloat16 if is_plain and weights == {jnp.dtype(jnp.bfloat16)} else jnp.float32
 
 
 def absorbed_queries(spec: MLASpec, q: jax.Array, params: MLAParams) -> jax.Array:

@@ -11,13 +11,13 @@ ROW_TILES = 8, 16, 32, 64, 96, 128, 192
 STORED_ROWS = 16  # that a warpgroup stores at once, at most: larger buffers would leave room for one stage less
 SHARED_BYTES = 222 * 1024  # of a CTA, without its barriers
 MOST_STAGES = 12
-MOST_SUMS = {1: 384, 2: 384, 3: 128}  # rows times matrices, by the warpgroups that share an SM's registers
+MOST_SUMS = {1: 384, 2: 384, 3: 128}  # rows of a tile times matrices, by the number of warpgroups: they share registers
 DTYPES = "bfloat16", "float16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertProductConfig:
-    """A launch. Hashable."""
+    """A launch of expert_product_sm90.py. Hashable."""
 
     rows: int  # of x, of all experts together
     inner: int
@@ -25,8 +25,8 @@ class ExpertProductConfig:
     experts: int
     matrices: int = 1  # of an expert; of two, a warpgroup has the same columns of both
     dtype: str = "bfloat16"
-    tile_rows: int = 128  # each expert has a multiple of it
-    warpgroups: int = 2  # that multiply, side by side
+    tile_rows: int = 128  # the rows of each expert are a multiple of it
+    warpgroups: int = 2  # that multiply, side by side; one more loads
     ctas: int = 132
 
     @property
@@ -40,7 +40,7 @@ class ExpertProductConfig:
 
     @property
     def tiles(self) -> int:
-        """Of rows, used or not."""
+        """Tiles of rows, used or not."""
         return self.rows // self.tile_rows
 
     @property
@@ -54,27 +54,27 @@ class ExpertProductConfig:
 
     @property
     def parts(self) -> int:
-        """In which a warpgroup stores a tile: one, or an even number, for two buffers in turn."""
+        """The number of parts in which a warpgroup stores a tile: one, or an even number, for two buffers in turn."""
         return -(-self.tile_rows // STORED_ROWS)
 
     @property
     def stored_rows(self) -> int:
-        """Of a part."""
+        """Rows of a part."""
         return self.tile_rows // self.parts
 
     @property
     def buffers(self) -> int:
-        """Of results of a warpgroup: each is used again after its copy to memory has been waited for."""
+        """Buffers for the results of a warpgroup: each is used again after its copy to memory has been waited for."""
         return min(self.parts, 2)
 
     @property
     def stored_bytes(self) -> int:
-        """Of the buffers of all warpgroups."""
+        """Bytes of the buffers of all warpgroups."""
         return 2 * self.warpgroups * self.buffers * self.stored_rows * COLUMNS
 
     @property
     def stages(self) -> int:
-        """Of the ring in shared memory."""
+        """Stages of the ring in shared memory."""
         return min((SHARED_BYTES - self.stored_bytes) // self.stage_bytes, MOST_STAGES)
 
 
@@ -97,15 +97,15 @@ def supports(config: ExpertProductConfig, *, chip: str = "sm_90") -> list[str]:
     return reasons
 
 
-SHARES = 0.31, 0.56, 0.79, 0.94, 1.06, 1.19, 1.43, 1.72  # of experts, in mean shares of the rows
+SHARES = 0.31, 0.56, 0.79, 0.94, 1.06, 1.19, 1.43, 1.72  # assumed: rows of an expert over their mean, of eight
 COST_OF_A_TILE = 16
-"""In rows: what a tile costs besides its rows (an H200, 2026-11-28). For 2048 rows of an expert tiles of 128 and 192
-take the same time, for 512 too, for 128 those of 64 and 128, for 16 those of 8 to 32."""
+"""In rows: what a tile costs besides its rows. On an H200 (2026-11-28) tiles of 128 and 192 take the same time for 2048
+and for 512 rows of an expert, tiles of 64 and 128 for 128 rows, and tiles of 8 to 32 for 16 rows."""
 
 
 @functools.lru_cache(maxsize=4096)
 def tile_rows_of(rows: int, experts: int, width: int) -> int:
-    """Rows of a tile for so many rows of all experts and the width of both products."""
+    """Rows of a tile for so many rows of all experts, without padding. width: divides the columns of every matrix."""
     mean = rows / experts
     cost = lambda tile: sum(-(-mean * share // tile) for share in SHARES) * (tile + COST_OF_A_TILE)
     return min((tile for tile in ROW_TILES if tile <= 128 or width % (2 * COLUMNS) == 0), key=cost)

@@ -41,7 +41,7 @@ def expert_product(
     """[rows, width]: x [rows, inner] times a matrix [experts, inner, width]; of two, silu(x gate) * (x up).
 
     tiles i32[1 + config.tiles, 3]: how many tiles have rows; then of each tile its expert, the expert's first tile, and
-    the number of the expert's tiles. Rows of tiles after those that have some are undefined.
+    the number of the expert's tiles. Rows of the result after the tiles that have rows are undefined.
     """
     c = config
     if reasons := supports(c):
@@ -100,22 +100,23 @@ def _cta(c: ExpertProductConfig, join: Callable, tiles, x, matrices, out, smem: 
 
 
 def _items(c: ExpertProductConfig, tiles, body: Callable):
-    """body(expert, first row, first column, number of the first step) for each item of this CTA."""
+    """body(expert, first row, first column, first step) for each item of this CTA. Steps are counted over all items."""
     cta, count = lax.axis_index("cta"), tiles[0, 0] * c.strips
     turns = lax.div(count - cta + (c.ctas - 1), jnp.int32(c.ctas))
 
     @pl.loop(0, turns)
     def _(turn):
         item = cta + turn * c.ctas
-        some = lax.div(item, jnp.int32(c.strips)) + 1  # one of the expert's tiles
-        expert, first, of_expert = (tiles[some, i] for i in range(3))
+        # An expert has the items from first * strips to (first + of_expert) * strips, so this tile is one of its own.
+        own = lax.div(item, jnp.int32(c.strips)) + 1
+        expert, first, of_expert = (tiles[own, i] for i in range(3))
         place = item - first * c.strips
         tile, strip = first + lax.rem(place, of_expert), lax.div(place, of_expert)
         body(expert, tile * c.tile_rows, strip * c.strip, turn * c.chunks)
 
 
 def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
-    """One warpgroup."""
+    """The warpgroup that loads: x and the matrices of all items, as far ahead as there are stages."""
 
     def item(expert, row, column, first):
         at_rows, at_columns = pl.ds(row, c.tile_rows), pl.ds(column, c.strip)
@@ -134,7 +135,7 @@ def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
 
 
 def _compute(c: ExpertProductConfig, join: Callable, tiles, out, smem: dict, wg):
-    """One warpgroup."""
+    """A warpgroup that multiplies: its 64 columns of all items."""
     own = pl.ds(wg * COLUMNS, COLUMNS)
 
     def item(_, row, column, first):
