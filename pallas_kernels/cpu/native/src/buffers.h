@@ -232,16 +232,18 @@ struct WriteBuffers {
     }
 };
 
+// False unless the array has float32, float16 or bfloat16; then `dtype` is it.
+inline bool float_dtype_of(const AnyBuffer& array, Dtype& dtype) {
+    return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
+}
+
 // The arguments of the products of several heads. Returns the error of the first check that fails.
 inline std::string head_product_args(const AnyBuffer& x, const AnyBuffer& w, const AnyBuffer& y,
                                      HeadProductArgs& args) {
     ArrayChecks checks;
-    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
-        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
-    };
-    checks.dtype("x", x, is_float(x, args.dtype), "float32, float16 or bfloat16");
+    checks.dtype("x", x, float_dtype_of(x, args.dtype), "float32, float16 or bfloat16");
     checks.dtype("w", w, w.element_type() == x.element_type(), "the dtype of x");
-    checks.dtype("y", y, is_float(y, args.out_dtype), "float32, float16 or bfloat16");
+    checks.dtype("y", y, float_dtype_of(y, args.out_dtype), "float32, float16 or bfloat16");
     checks.rank("x", x, 3);
     checks.rank("w", w, 3);
     if (!checks.error.empty()) return checks.error;
@@ -258,10 +260,7 @@ inline std::string head_product_args(const AnyBuffer& x, const AnyBuffer& w, con
 inline std::string product_args(const AnyBuffer& x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                                 bool transposed, bool silu, ProductArgs& args, ProductMatrix* parts) {
     ArrayChecks checks;
-    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
-        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
-    };
-    checks.dtype("x", x, is_float(x, args.dtype), "float32, float16 or bfloat16");
+    checks.dtype("x", x, float_dtype_of(x, args.dtype), "float32, float16 or bfloat16");
     checks.rank("x", x, 2);
     if (silu)
         checks.require(matrices.size() == 2 && results.size() == 1 && !transposed,
@@ -287,7 +286,7 @@ inline std::string product_args(const AnyBuffer& x, ffi::RemainingArgs matrices,
         checks.shape("w", *w, {transposed ? columns : args.inputs, transposed ? args.inputs : columns});
         checks.shape("y", **y, {args.rows, columns});
         Dtype out_dtype;
-        checks.dtype("y", **y, is_float(**y, out_dtype) && (!m || out_dtype == args.out_dtype),
+        checks.dtype("y", **y, float_dtype_of(**y, out_dtype) && (!m || out_dtype == args.out_dtype),
                      "float32, float16 or bfloat16, the same for all");
         args.out_dtype = out_dtype;
         parts[m] = {static_cast<const char*>(w->untyped_data()), static_cast<char*>((*y)->untyped_data()), columns};
@@ -307,10 +306,7 @@ inline void group_checks(ArrayChecks& checks, int64_t groups, int64_t group_size
 inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                                        int32_t format, bool transposed, ProductArgs& args, ProductMatrix* parts) {
     ArrayChecks checks;
-    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
-        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
-    };
-    checks.dtype("x", x, is_float(x, args.dtype), "float32, float16 or bfloat16");
+    checks.dtype("x", x, float_dtype_of(x, args.dtype), "float32, float16 or bfloat16");
     checks.rank("x", x, 2);
     checks.count("format", format, 0, (transposed ? kNumTransposedFormats : kNumFormats) - 1);
     checks.require(matrices.size() == 3 * results.size(), "there must be three arrays for each result");
@@ -333,10 +329,10 @@ inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs ma
         Dtype scale_dtype, out_dtype;
         checks.dtype("w", *w, w->element_type() == stored, "that of its format");
         checks.dtype("scales", *scales,
-                     is_float(*scales, scale_dtype) && (!m || scale_dtype == args.scale_dtype),
+                     float_dtype_of(*scales, scale_dtype) && (!m || scale_dtype == args.scale_dtype),
                      "float32, float16 or bfloat16, the same for all");
         checks.dtype("zero_points", *zero_points, zero_points->element_type() == ffi::S8, "int8");
-        checks.dtype("y", **y, is_float(**y, out_dtype) && (!m || out_dtype == args.out_dtype),
+        checks.dtype("y", **y, float_dtype_of(**y, out_dtype) && (!m || out_dtype == args.out_dtype),
                      "float32, float16 or bfloat16, the same for all");
         checks.rank("w", *w, 2);
         checks.rank("scales", *scales, 2);
@@ -375,12 +371,9 @@ inline std::string expert_product_args(const AnyBuffer& x, const AnyBuffer& w, c
                                        const AnyBuffer& y, ExpertProductArgs& args) {
     ArrayChecks checks;
     ProductArgs& form = args.form;
-    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
-        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
-    };
-    checks.dtype("x", x, is_float(x, form.dtype), "float32, float16 or bfloat16");
+    checks.dtype("x", x, float_dtype_of(x, form.dtype), "float32, float16 or bfloat16");
     checks.dtype("w", w, w.element_type() == x.element_type(), "the dtype of x");
-    checks.dtype("y", y, is_float(y, form.out_dtype), "float32, float16 or bfloat16");
+    checks.dtype("y", y, float_dtype_of(y, form.out_dtype), "float32, float16 or bfloat16");
     checks.rank("x", x, 2);
     checks.rank("w", w, 3);
     if (!checks.error.empty()) return checks.error;
@@ -403,13 +396,10 @@ inline std::string packed_expert_product_args(const AnyBuffer& x, const AnyBuffe
                                               const AnyBuffer& y, int32_t format, ExpertProductArgs& args) {
     ArrayChecks checks;
     ProductArgs& form = args.form;
-    const auto is_float = [](const AnyBuffer& array, Dtype& dtype) {
-        return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
-    };
     checks.count("format", format, 0, kNumFormats - 1);
-    checks.dtype("x", x, is_float(x, form.dtype), "float32, float16 or bfloat16");
-    checks.dtype("y", y, is_float(y, form.out_dtype), "float32, float16 or bfloat16");
-    checks.dtype("scales", scales, is_float(scales, form.scale_dtype), "float32, float16 or bfloat16");
+    checks.dtype("x", x, float_dtype_of(x, form.dtype), "float32, float16 or bfloat16");
+    checks.dtype("y", y, float_dtype_of(y, form.out_dtype), "float32, float16 or bfloat16");
+    checks.dtype("scales", scales, float_dtype_of(scales, form.scale_dtype), "float32, float16 or bfloat16");
     checks.dtype("zero_points", zero_points, zero_points.element_type() == ffi::S8, "int8");
     checks.rank("x", x, 2);
     checks.rank("w", w, 3);

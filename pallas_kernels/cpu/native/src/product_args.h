@@ -78,13 +78,13 @@ struct ExpertProductArgs {
     struct Group {
         int64_t expert, row_begin, rows;
     };
-    ProductArgs form;       // of any rows; form.x and form.rows: all rows
+    ProductArgs form;       // of each group; but x and rows are those of all rows
     ProductMatrix first;    // of expert 0, and the first row of y
     int64_t w_bytes, scale_bytes, zero_point_bytes;  // of an expert
-    std::vector<Group, Allocator<Group>> active;     // of the experts that have rows, at most kProductMaxRows each
+    std::vector<Group, Allocator<Group>> active;     // each of at most kProductMaxRows rows
     int64_t inputs, columns;
-    // sizes [experts]: rows of each. They come from a traced computation and are not trusted: each is at least 0, and
-    // they end with the rows of x.
+    // sizes [experts]: rows of each. They come from a traced computation and are not trusted: a negative one is 0, and
+    // rows beyond those of x are cut.
     void set_sizes(const int32_t* sizes, int64_t experts) {
         for (int64_t e = 0, begin = 0; e < experts; e++) {
             const int64_t end = begin + std::min<int64_t>(std::max(0, sizes[e]), form.rows - begin);
@@ -149,9 +149,10 @@ inline int64_t product_group(int64_t rows) {
     return rows == 1 ? 16 : rows <= 4 ? 32 : rows <= 8 ? 64 : 128;
 }
 
-// The most inputs of a group if the weights of two inputs are `stride` bytes apart. With a stride of 2^k bytes, a second
-// cache level of 2^20 bytes keeps the same columns of only 2^20 / 2^k inputs (at least 8): what is prefetched beyond that
-// is read from memory twice. A stride of 2^k times an odd number is alike. Groups below 16 cost more than they save.
+// The most inputs of a group if the weights of one input and the next are `stride` bytes apart. With a stride of 2^k
+// bytes, a second cache level of 2^20 bytes keeps the same columns of only 2^20 / 2^k inputs (at least 8): what is
+// prefetched beyond that is read from memory twice. A stride of 2^k times an odd number is alike. Groups below 16 cost
+// more than they save.
 inline int64_t product_group_of_stride(int64_t stride) {
     const int64_t power = std::max<int64_t>(1, stride & -stride);
     return std::max<int64_t>(16, (1 << 20) / power);

@@ -11,6 +11,9 @@ namespace jattn {
 constexpr int64_t kProductThreadWeights = 1 << 15;     // weights of a thread at least: waking one takes as long
 constexpr int64_t kProductParallelPack = 1 << 17;      // from so many words on, all threads pack the rows
 
+// An item is at most 1 / kProductItemsOfThread of a thread's share of what is left, so that the threads end together.
+constexpr int64_t kProductItemsOfThread = 3;
+
 // The tiles of the narrowest item. Narrow ones read slower, so none has fewer than four unless threads would be idle.
 inline int64_t least_tiles(int64_t all_tiles, int64_t threads) {
     return std::min<int64_t>(4, std::max<int64_t>(1, all_tiles / threads));
@@ -25,7 +28,7 @@ inline std::vector<ProductItem, Allocator<ProductItem>> product_items(const Prod
     std::vector<ProductItem, Allocator<ProductItem>> items;
     for (int64_t m = 0; m < args.num_results(); m++)
         for (int64_t begin = 0, end; begin < args.matrices[m].columns; left -= end - begin, begin = end) {
-            const int64_t tiles = std::max(least, left / (3 * threads * kernel.tile_columns));
+            const int64_t tiles = std::max(least, left / (kProductItemsOfThread * threads * kernel.tile_columns));
             end = std::min(args.matrices[m].columns,
                            begin + kernel.tile_columns * std::min(tiles, product_max_tiles(args.rows)));
             for (int64_t row = 0; row < args.rows; row += kProductMaxRows)
@@ -70,7 +73,8 @@ void run_grouped_products(Pool& pool, const Args& args, const ProductKernel& ker
     }
     const int64_t all_tiles = args.groups() * ((args.columns + kernel.tile_columns - 1) / kernel.tile_columns);
     const int64_t least = least_tiles(all_tiles, threads);
-    const int64_t tiles = std::min(std::max(least, all_tiles / (3 * threads)), product_max_tiles(args.most_rows()));
+    const int64_t wanted = std::max(least, all_tiles / (kProductItemsOfThread * threads));
+    const int64_t tiles = std::min(wanted, product_max_tiles(args.most_rows()));
     const int64_t width = kernel.tile_columns * tiles;
     const int64_t parts = (args.columns + width - 1) / width, items = args.groups() * parts;
     parallel_for(pool, items, threads, [&](int64_t i, const std::atomic<int64_t>& next_item) {
