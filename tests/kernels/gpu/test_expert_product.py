@@ -49,6 +49,7 @@ def test_every_tile_meets_every_strip_once(shape, down):
     for tokens in (1, 7, 64, 500, 8192):
         config = config_of(shape, tokens, down)
         assert not supports(config)
+        assert config.parts == 1 or config.parts % 2 == 0  # two buffers in turn, also from one tile to the next
         assert config.stages >= 3 and config.stages * config.stage_bytes + config.stored_bytes <= SHARED_BYTES
         chosen = np.random.default_rng(tokens).integers(0, config.experts, tokens * SHAPES[shape][1])
         sizes = -(-np.bincount(chosen, minlength=config.experts) // config.tile_rows) * config.tile_rows
@@ -58,7 +59,7 @@ def test_every_tile_meets_every_strip_once(shape, down):
         of_tile = np.repeat(np.arange(config.experts), sizes // config.tile_rows)
         np.testing.assert_array_equal(tiles[1 : 1 + used, 0], of_tile)
         seen = np.zeros((used, config.strips), int)
-        for item in range(used * config.strips):  # as the loops of expert_product_sm90._items
+        for item in range(used * config.strips):  # the formula of expert_product_sm90._items; the CTAs divide the items
             _, first, count = tiles[item // config.strips + 1]
             place = item - first * config.strips
             seen[first + place % count, place // count] += 1
@@ -98,8 +99,7 @@ def case(tile_rows: int, warpgroups: int, matrices: int, inner: int, width: int,
     ],
 )  # fmt: skip
 def test_is_the_product_of_each_row_and_its_expert(shape):
-    """Rows and experts that are not used are NaN. There are more steps than stages, or fewer; CTAs have many items, or
-    none."""
+    """Rows and experts that are not used are NaN. CTAs have more steps than stages, or fewer; many items, or none."""
     from tests.kernels.gpu.interpreter import interpreted
 
     config, x, weights, tiles, expert = case(*shape)
@@ -151,6 +151,6 @@ def test_it_lowers_for_cuda(shape, down, tokens):
     assert export.out_avals[0].shape == (config.rows, config.width) and "mosaic_gpu_v2" in export.mlir_module()
 
 
-def test_columns_are_those_of_a_warpgroup():
+def test_a_strip_has_64_columns_for_each_warpgroup():
     assert config_of("gpt-oss 20B", 64, True).strip == 3 * COLUMNS
     assert config_of("hidden 320", 64, True).strip == COLUMNS
