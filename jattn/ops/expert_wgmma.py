@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +30,11 @@ def row_multiple(choices: int, dtype: str, matrices: Sequence[Shape], share: flo
     return tile_rows if is_served else 1
 
 
-def config_of(x: jax.Array, matrices: Sequence[jax.Array], multiple: int) -> ExpertProductConfig | None:
-    """The launch for rows padded to `multiple`; None if there is none."""
+def config_of(x: jax.Array, matrices: Sequence[Any], multiple: int) -> ExpertProductConfig | None:
+    """The launch for rows padded to `multiple`; None if there is none. matrices: plain, or to be dequantised."""
     shape = matrices[0].shape
-    if multiple == 1 or x.shape[0] % multiple or any(m.shape != shape or m.dtype != x.dtype for m in matrices):
+    differ = any(m.shape != shape or isinstance(m, jax.Array) and m.dtype != x.dtype for m in matrices)
+    if multiple == 1 or x.shape[0] % multiple or differ:
         return None
     return _choose(x.shape[0], x.dtype.name, shape, multiple, len(matrices))
 

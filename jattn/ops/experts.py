@@ -60,20 +60,17 @@ def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int
         return _native(x, kernel, sizes)
     if isinstance(kernel, QuantisedArray) and (config := _packed_config(x, kernel)) is not None:
         return _packed(x, kernel, sizes, config)
-    if device.detect().platform == "cpu":
-        return _dots(x, kernel, sizes)
-    matrix = plain(kernel, x.dtype)
-    if (tiles := expert_wgmma.config_of(x, [matrix], multiple)) is not None:
-        return _wgmma(x, (matrix,), sizes, tiles)
-    return _dots(x, matrix, sizes)
+    if (config := expert_wgmma.config_of(x, [kernel], multiple)) is not None:
+        return _wgmma(x, (plain(kernel, x.dtype),), sizes, config)
+    return _dots(x, kernel, sizes)
 
 
 def silu_expert_product(x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1) -> jax.Array:
     """silu(x gate) * (x up). In one launch both products stay float32; else each is rounded to the dtype of x first."""
     _check_sizes(sizes, gate)
     if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
-        if (tiles := expert_wgmma.config_of(x, [gate, up], multiple)) is not None:
-            return _wgmma(x, (gate, up), sizes, tiles)
+        if (config := expert_wgmma.config_of(x, [gate, up], multiple)) is not None:
+            return _wgmma(x, (gate, up), sizes, config)
     of_gate, of_up = (expert_product(x, kernel, sizes, multiple) for kernel in (gate, up))
     return jax.nn.silu(of_gate) * of_up
 
