@@ -1,4 +1,5 @@
-"""The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, products, a fill.
+"""The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, products, the
+floor of sampled logits, a fill.
 
 They run on XLA's thread pool. Under vmap a call runs once per element (vmap_method='sequential'); inside shard_map it
 runs once per device. They define no gradient: jattn/backends/cpu_native.py does.
@@ -249,6 +250,25 @@ def packed_expert_product(
     call = jax.ffi.ffi_call(library.PACKED_EXPERT_PRODUCT, shape, vmap_method="sequential")
     form = dict(format=np.int32(PACKED_FORMATS.index(format)), isa=isa, threads=np.int32(threads))
     return call(x, values, scales, zero_points, _ints(sizes), **form)
+
+
+def sampling_floor(
+    scaled: jax.Array,  # f32[R vocab], logits minus the maximum of their row
+    top_k: jax.Array,  # i32[R]; 0: off
+    top_p: jax.Array,  # f32[R]; 1: off
+    *,
+    isa: str = "auto",
+    threads: int = 0,
+) -> jax.Array:
+    """u32[R] the least likely token that the cuts keep; 0 if they keep all. The bits of a row depend on that row only.
+
+    As ordered bits: the bits of a float32 that is not negative with the first one set, or all bits of another inverted.
+    Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
+    """
+    library.check_isa(isa)
+    shape = jax.ShapeDtypeStruct(scaled.shape[:1], jnp.uint32)
+    call = jax.ffi.ffi_call(library.SAMPLING_FLOOR, shape, vmap_method="sequential")
+    return call(scaled, _ints(top_k), _floats(top_p), isa=isa, threads=np.int32(threads))
 
 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:

@@ -167,6 +167,26 @@ def test_what_is_well_formed_is_taken():
     )
 
 
+BAD_FLOOR = {
+    "flat logits": (dict(scaled=f32(9)), r"scaled is \[9\] and must be of rank 2"),
+    "too few top_k": (dict(top_k=i32(R - 1)), r"top_k is \[2\] and must be \[3\]"),
+    "too many top_p": (dict(top_p=f32(R + 1)), r"top_p is \[4\] and must be \[3\]"),
+    "a short result": (dict(floor=((R - 1,), "uint32")), r"floor is \[2\] and must be \[3\]"),
+    "a float top_k": (dict(top_k=f32(R)), "expected S32|dtype"),
+    "bf16 logits": (dict(scaled=f32(R, 9).astype(jnp.bfloat16)), "expected F32|dtype"),
+    "a signed result": (dict(floor=((R,), "int32")), "expected U32|dtype"),
+}
+
+
+@pytest.mark.parametrize("why", BAD_FLOOR)
+def test_the_sampling_floor_refuses(why):
+    changed, sentence = BAD_FLOOR[why]
+    arrays = dict(scaled=f32(R, 9), top_k=i32(R), top_p=f32(R), floor=((R,), "uint32")) | changed
+    result = jax.ShapeDtypeStruct(*arrays.pop("floor"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=sentence):
+        jax.ffi.ffi_call(library.SAMPLING_FLOOR, result)(*arrays.values(), isa="auto", threads=np.int32(1))
+
+
 def test_fill_refuses_two_values_and_another_type():
     for value, dtype in ((f32(2), "float32"), (i32(), "float32")):
         with pytest.raises(jax.errors.JaxRuntimeError, match="one element of the dtype of the array"):

@@ -16,6 +16,7 @@ import pytest
 from pallas_kernels.cpu.native import library, ops, toolchain
 from tests.cases import CASES, COMBINED, FEATURES, Case
 from tests.kernels.cpu import test_native_latent as latent
+from tests.kernels.cpu import test_native_sampling_floor as sampling_floor
 from tests.kernels.cpu.native_setup import needs_library
 from tests.problem import Problem
 from tests.running import conform
@@ -62,6 +63,8 @@ CAUGHT_BY = {
     "packed_zero_points_ignored": "packed product",
     "empty_experts_not_counted": "experts",
     "expert_rows_not_skipped": "experts",
+    "top_k_off_by_one": "sampling floor",
+    "top_p_of_all_ties": "sampling floor",
 }
 
 
@@ -87,6 +90,8 @@ def check(name: str) -> None:
         return check_packed_product()
     if name == "experts":
         return check_expert_product()
+    if name == "sampling floor":
+        return sampling_floor.test_a_cut_far_from_every_sum_is_exact()
     if name in PROBLEMS:
         return conform(PROBLEMS[name], "cpu_native")
     if name == "latent":

@@ -4,12 +4,14 @@
 
 #include "checks.h"
 #include "product_args.h"
+#include "sampling_args.h"
 
 namespace jattn {
 
 using AnyBuffer = ffi::AnyBuffer;
 using Int32Buffer = ffi::Buffer<ffi::S32>;
 using FloatBuffer = ffi::Buffer<ffi::F32>;
+using Uint32Buffer = ffi::Buffer<ffi::U32>;
 
 inline const float* data_or_null(const FloatBuffer& x) { return x.element_count() ? x.typed_data() : nullptr; }
 
@@ -231,6 +233,22 @@ struct WriteBuffers {
                 std::memcpy(pool->out.untyped_data(), pool->in.untyped_data(), pool->in.size_bytes());
     }
 };
+
+// The arguments of the sampling floor. Returns the error of the first check that fails.
+inline std::string floor_args(const FloatBuffer& scaled, const Int32Buffer& top_k, const FloatBuffer& top_p,
+                              const Uint32Buffer& floor, FloorArgs& args) {
+    ArrayChecks checks;
+    checks.rank("scaled", scaled, 2);
+    if (!checks.error.empty()) return checks.error;
+    args.rows = scaled.dimensions()[0], args.vocab = scaled.dimensions()[1];
+    checks.count("the size of the vocabulary", args.vocab, 0);
+    checks.shape("top_k", top_k, {args.rows});
+    checks.shape("top_p", top_p, {args.rows});
+    checks.shape("floor", floor, {args.rows});
+    args.scaled = scaled.typed_data(), args.top_k = top_k.typed_data(), args.top_p = top_p.typed_data();
+    args.floor = floor.typed_data();
+    return checks.error;
+}
 
 // False unless the array has float32, float16 or bfloat16; then `dtype` is it.
 inline bool float_dtype_of(const AnyBuffer& array, Dtype& dtype) {

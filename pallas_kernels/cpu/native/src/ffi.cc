@@ -1,4 +1,5 @@
-// The custom calls that XLA makes: attention, the write of new keys and values, products, and the fill of a new pool.
+// The custom calls that XLA makes: attention, the write of new keys and values, products, the floor of sampled logits,
+// and the fill of a new pool.
 // XLA is built without exceptions, so none may leave a call.
 #include "xla/ffi/api/ffi.h"
 
@@ -184,6 +185,20 @@ ffi::Error packed_expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuff
     });
 }
 
+// The ordered bits of the least likely token that top_k and top_p keep in each row.
+ffi::Error sampling_floor_call(ffi::ThreadPool pool, FloatBuffer scaled, Int32Buffer top_k, FloatBuffer top_p,
+                               ffi::Result<Uint32Buffer> floor, std::string_view isa, int32_t threads) {
+    return catch_exceptions("sampling_floor", [&] {
+        FloorArgs args;
+        const std::string error = floor_args(scaled, top_k, top_p, *floor, args);
+        if (!error.empty()) return invalid_argument("sampling_floor", error);
+        const IsaKernels* kernels = find_isa(std::string(isa));
+        if (!kernels) return unknown_isa("sampling_floor", isa);
+        run_sampling_floor(pool, args, *kernels, threads);
+        return ffi::Error::Success();
+    });
+}
+
 // Fills an array with one value.
 ffi::Error fill_call(ffi::ThreadPool pool, AnyBuffer value, ffi::Result<AnyBuffer> out) {
     return catch_exceptions("fill", [&] {
@@ -265,6 +280,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>()  // x, w, scales, zero points
         .Arg<Int32Buffer>().Ret<AnyBuffer>()                                  // sizes
         .Attr<int32_t>("format").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    JattnSamplingFloor, sampling_floor_call,
+    ffi::Ffi::Bind()
+        .Ctx<ffi::ThreadPool>().Arg<FloatBuffer>().Arg<Int32Buffer>().Arg<FloatBuffer>().Ret<Uint32Buffer>()
+        .Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnFill, fill_call, ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<AnyBuffer>().Ret<AnyBuffer>());

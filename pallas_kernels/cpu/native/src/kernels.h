@@ -3,6 +3,7 @@
 #include "cache_write.h"
 #include "decode.h"
 #include "prefill.h"
+#include "sampling_floor.h"
 
 namespace JATTN_ISA {
 

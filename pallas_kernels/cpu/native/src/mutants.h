@@ -35,6 +35,8 @@ enum class Mutant : int {
     packed_zero_points_ignored,
     empty_experts_not_counted,
     expert_rows_not_skipped,
+    top_k_off_by_one,
+    top_p_of_all_ties,
 };
 inline Mutant mutant = Mutant::none;
 }  // namespace jattn

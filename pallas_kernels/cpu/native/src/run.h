@@ -10,6 +10,7 @@
 namespace jattn {
 
 constexpr double kOneThreadCost = 60000;  // a cheaper batch runs on the calling thread: a second one costs more to wake
+constexpr int64_t kOneThreadLogits = 16384;  // the same, of a sampling floor
 
 // Sets tokens begin .. end - 1 to out = 0, lse = -inf.
 inline void clear_tokens(const AttentionArgs& args, int64_t begin, int64_t end) {
@@ -52,6 +53,21 @@ void run_write(Pool& pool, const WriteArgs& args, const IsaKernels& kernels, int
     const int64_t part = ascending && is_large ? std::max<int64_t>(8, tokens / 64) : tokens;
     parallel_for(pool, part ? (tokens + part - 1) / part : 0, threads,
                  [&](int64_t i, auto&) { kernels.write(args, i * part, std::min(tokens, (i + 1) * part)); });
+}
+
+template <class Pool>
+void run_sampling_floor(Pool& pool, const FloorArgs& args, const IsaKernels& kernels, int64_t threads) {
+    const int64_t num_sums = kFloorTables * kFloorBuckets, groups = num_groups(args.vocab);
+    const int64_t scratch = sizeof(double) * num_sums + sizeof(float) * (args.vocab + groups) + 3 * 64;
+    if (threads <= 0 && args.rows * args.vocab < kOneThreadLogits) threads = 1;
+    parallel_for(pool, args.rows, threads, [&](int64_t row, auto&) {
+        args.floor[row] = 0;
+        if (!args.has_top_k(row) && !args.has_top_p(row)) return;
+        static thread_local Buffer buffer;
+        Arena arena(buffer.get(scratch), scratch);
+        args.floor[row] = kernels.sampling_floor(
+            args, row, {arena.take<double>(num_sums), arena.take<float>(args.vocab), arena.take<float>(groups)});
+    });
 }
 
 }  // namespace jattn

@@ -1,0 +1,189 @@
+// The least likely token that top_k and top_p keep in a row of logits.
+//
+// One pass of vectors over the row finds a lower bound of it: for top_k from the largest logit of each group of 32, for
+// top_p from the sum of all exponentials. Only the logits from the bound on are selected among, by their bits: a
+// histogram of the first 11 bits, then of the next 11 and the last 10 bits of those in the bucket with the threshold.
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "common.h"
+
+namespace JATTN_ISA {
+
+constexpr int kFloorChunk = 256;  // logits whose exponentials are computed together; a multiple of every N
+
+struct Logits {
+    const float* x;
+    int64_t n;
+};
+
+// The order of floats as unsigned integers; -0 and 0 are equal. NaNs are above all other numbers, or below if negative.
+INL uint32_t ordered_bits(float x) {
+    uint32_t bits;
+    __builtin_memcpy(&bits, &x, 4);
+    if (bits == 0x80000000u) bits = 0;
+    return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
+}
+INL float float_of(uint32_t ordered) {
+    const uint32_t bits = ordered >> 31 ? ordered ^ 0x80000000u : ~ordered;
+    float x;
+    __builtin_memcpy(&x, &bits, 4);
+    return x;
+}
+
+// What a selection adds up: the number of the logits, or their exponentials.
+struct Counts {
+    using Sum = uint32_t;
+    void compute(const float*, int) {}
+    uint32_t operator[](int) const { return 1; }
+};
+struct Exponentials {
+    using Sum = double;
+    alignas(64) float values[kFloorChunk];
+    void compute(const float* x, int n) {
+        const char* bytes = reinterpret_cast<const char*>(x);
+        for (int i = 0; i < n; i += N) store(values + i, vexp(load_raw<Dtype::f32>(bytes, i, n - i)));
+    }
+    double operator[](int i) const { return values[i]; }
+};
+
+static double sum_of_exponentials(Logits logits) {
+    constexpr int kLanes = 8;  // added independently, in an order that depends on n only
+    double lanes[kLanes] = {}, sum = 0.0;
+    Exponentials exps;
+    for (int64_t first = 0; first < logits.n; first += kFloorChunk) {
+        const int count = (int)std::min<int64_t>(logits.n - first, kFloorChunk);
+        exps.compute(logits.x + first, count);
+        for (int i = count; i % kLanes; i++) exps.values[i] = 0.0f;
+        for (int i = 0; i < count; i += kLanes)
+            for (int lane = 0; lane < kLanes; lane++) lanes[lane] += exps.values[i + lane];
+    }
+    for (const double lane : lanes) sum += lane;
+    return sum;
+}
+
+// sums[b]: the sum over the logits whose bucket is b. Successive logits often share a bucket. They are added in several
+// tables, because an addition to a number in memory waits for the addition before it.
+template <class Mass>
+static void add_up(Logits logits, int shift, typename Mass::Sum* sums) {
+    const int tables = logits.n > 4 * kFloorBuckets ? kFloorTables : 1;
+    std::fill(sums, sums + tables * kFloorBuckets, 0);
+    Mass mass;
+    for (int64_t first = 0; first < logits.n; first += kFloorChunk) {
+        const int count = (int)std::min<int64_t>(logits.n - first, kFloorChunk);
+        mass.compute(logits.x + first, count);
+        for (int i = 0; i < count; i++) {
+            const uint32_t bucket = ordered_bits(logits.x[first + i]) >> shift & (kFloorBuckets - 1);
+            sums[(i & (tables - 1)) * kFloorBuckets + bucket] += mass[i];
+        }
+    }
+    for (int t = 1; t < tables; t++)
+        for (int b = 0; b < kFloorBuckets; b++) sums[b] += sums[t * kFloorBuckets + b];
+}
+
+// The ordered bits of the largest logit such that it and all above it add up to `needed`, more than 0; 0 if none does.
+// scratch.logits is overwritten; the logits may be there.
+template <class Mass>
+static uint32_t largest(Logits logits, double needed, const FloorScratch& scratch) {
+    auto* const sums = reinterpret_cast<typename Mass::Sum*>(scratch.sums);
+    double above = 0.0;
+    uint32_t found = 0;
+    for (const int shift : {21, 10, 0}) {  // 11, 11 and 10 new bits: the last pass sees bit 10 again
+        add_up<Mass>(logits, shift, sums);
+        int bucket = -1;  // the last one that is not empty
+        bool is_reached = false;
+        for (int b = kFloorBuckets - 1; b >= 0 && !is_reached; b--) {
+            if (!(sums[b] > 0)) continue;
+            if (bucket >= 0) above += sums[bucket];
+            bucket = b;
+            is_reached = above + sums[b] >= needed;
+        }
+        // A later pass adds in another order, so that its last sum may be rounded below `needed`.
+        if (bucket < 0 || (shift == 21 && !is_reached)) return 0;
+        found |= (uint32_t)bucket << shift;
+        int64_t count = 0;
+        for (int64_t i = 0; shift && i < logits.n; i++) {
+            const float logit = logits.x[i];
+            scratch.logits[count] = logit;
+            count += ordered_bits(logit) >> shift == found >> shift;
+        }
+        logits = {scratch.logits, count};
+    }
+    return found;
+}
+
+// Sets scratch.maxima to the maximum of each group of logits. With a NaN in the row: to one that is above all floats,
+// and returns true.
+static bool find_maxima(Logits row, const FloorScratch& scratch) {
+    bool has_nan = false;
+    for (int64_t g = 0, first = 0; first < row.n; g++, first += kFloorGroup) {
+        alignas(64) float padded[kFloorGroup];
+        const float* group = row.x + first;
+        if (row.n - first < kFloorGroup) {
+            std::fill(padded, padded + kFloorGroup, -INFINITY);
+            std::copy(group, row.x + row.n, padded);
+            group = padded;
+        }
+        vf largest = load(group);
+        has_nan |= any_differs(largest, largest);
+        for (int i = N; i < kFloorGroup; i += N) {
+            const vf x = load(group + i);
+            has_nan |= any_differs(x, x);
+            largest = max(largest, x);
+        }
+        scratch.maxima[g] = hmax(largest);
+    }
+    if (has_nan) std::fill(scratch.maxima, scratch.maxima + num_groups(row.n), float_of(UINT32_MAX));
+    return has_nan;
+}
+
+// The logits of a row from `bound` on, copied to scratch.logits. Groups whose maximum is below are not read.
+static Logits at_least(uint32_t bound, Logits row, const FloorScratch& scratch) {
+    int64_t count = 0;
+    for (int64_t g = 0; g < num_groups(row.n); g++) {
+        if (ordered_bits(scratch.maxima[g]) < bound) continue;
+        for (int64_t i = g * kFloorGroup; i < std::min(row.n, (g + 1) * kFloorGroup); i++) {
+            const float logit = row.x[i];
+            scratch.logits[count] = logit;
+            count += ordered_bits(logit) >= bound;
+        }
+    }
+    return {scratch.logits, count};
+}
+
+// The ordered bits of the `keep`-th largest logit of a row. The `keep`-th largest maximum of a group is a lower bound.
+static uint32_t kth_largest(int64_t keep, Logits row, bool has_nan, const FloorScratch& scratch) {
+    if (has_nan || keep > num_groups(row.n)) return largest<Counts>(row, keep, scratch);
+    const uint32_t bound = largest<Counts>({scratch.maxima, num_groups(row.n)}, keep, scratch);
+    return largest<Counts>(at_least(bound, row, scratch), keep, scratch);
+}
+
+// The ordered bits of the least likely token of a row that is kept; 0 if top_k and top_p keep all.
+static uint32_t sampling_floor(const FloorArgs& args, int64_t r, const FloorScratch& scratch) {
+    const Logits row{args.scaled + r * args.vocab, args.vocab};
+    const bool has_nan = find_maxima(row, scratch);
+    uint32_t kth = 0;
+    Logits kept = row;
+    double ties = 0.0;  // logits that equal the k-th but are not among the first k: kept, but they do not count
+    if (args.has_top_k(r)) {
+        const int64_t keep = args.top_k[r] + JATTN_MUTANT(top_k_off_by_one, 1, 0);
+        kth = kth_largest(keep, row, has_nan, scratch);
+        if (!args.has_top_p(r)) return kth;
+        kept = at_least(kth, row, scratch);
+        ties = JATTN_MUTANT(top_p_of_all_ties, 0, kept.n - keep);
+    }
+    const float kth_logit = float_of(kth);
+    const double sum = sum_of_exponentials(kept) - (ties > 0 ? ties * sum_of_exponentials({&kth_logit, 1}) : 0.0);
+    const double top_p = args.top_p[r], needed = top_p * sum;
+    if (needed <= 0.0) return largest<Counts>(kept, 1, scratch);
+    if (!(needed > 0.0)) return kth;  // NaN
+    if (!args.has_top_k(r)) {
+        // All logits below it have less than half of what top_p leaves out: rounding does not matter.
+        const double bound = std::log(0.5 * (1.0 - top_p) * sum / row.n);
+        kept = at_least(ordered_bits((float)bound), row, scratch);
+    }
+    return std::max(kth, largest<Exponentials>(kept, needed, scratch));
+}
+
+}  // namespace JATTN_ISA
