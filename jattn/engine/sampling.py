@@ -10,8 +10,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jattn import device
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.types import AnyArray, pytree
+from pallas_kernels.cpu.native import library, ops
 
 BAD_TOKEN = -1
 """The token of a row whose logits have a NaN or +inf, or no finite number. The row ends; the others continue."""
@@ -159,7 +161,7 @@ def _draw(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) 
     below = scaled < jnp.log(rows.min_p)[:, None]
     scaled = jnp.where(below, -jnp.inf, scaled)
     restricted = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
+    scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows, distribute is not None), lambda: scaled)
     keys = jax.vmap(_row_key)(rows.seed, rows.position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     if distribute is not None:  # on a GPU each device draws for the whole vocabulary, and uses its part
@@ -167,23 +169,40 @@ def _draw(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) 
     return _first_largest(scaled + noise)
 
 
-def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
+def _restrict(scaled: jax.Array, rows: SamplingRows, is_distributed: bool = False) -> jax.Array:
     """-inf for all but the top_k most likely tokens, and of these the fewest that reach top_p. Ties are kept.
 
-    scaled: the logits minus their maximum. Nothing is sorted: on a GPU a sort of the vocabulary takes longer, and its
-    kernels take a third of the time to compile a dispatch.
+    scaled: the logits minus their maximum.
+    """
+    floor = _floor(scaled, rows.top_k, rows.top_p, is_distributed)
+    return jnp.where(ordered_bits(scaled) >= floor[:, None], scaled, -jnp.inf)
+
+
+def _floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray, is_distributed: bool) -> jax.Array:
+    """u32[R] the ordered bits of the least likely token that is kept. If all are: 0, or those of the least likely one.
+
+    XLA cannot partition the C++ function, and would gather a distributed vocabulary in front of it.
+    """
+    if is_distributed or device.detect().platform != "cpu" or not library.status().available:
+        return _floor_by_bisection(scaled, top_k, top_p)
+    return jax.lax.platform_dependent(scaled, top_k, top_p, cpu=ops.sampling_floor, default=_floor_by_bisection)
+
+
+def _floor_by_bisection(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.Array:
+    """Nothing is sorted: on a GPU a sort of the vocabulary takes longer, and its kernels take a third of the time to
+    compile a dispatch.
     """
     keys, weights = ordered_bits(scaled), jnp.exp(scaled)
     least = lambda t: keys >= t[:, None]
-    keep = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, scaled.shape[-1]), scaled.shape[-1])
+    keep = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
     kth = _largest(lambda t: jnp.sum(least(t), axis=-1, dtype=jnp.int32) >= keep, len(keep))
     ties = keep - jnp.sum(keys > kth[:, None], axis=-1, dtype=jnp.int32)  # of the k-th value, among the first k
     total = jnp.sum(jnp.where(keys > kth[:, None], weights, 0), axis=-1)
     total = total + ties * jnp.max(jnp.where(keys == kth[:, None], weights, 0), axis=-1)
-    needed = rows.top_p * total
+    needed = top_p * total
     last = _largest(lambda t: jnp.sum(jnp.where(least(t), weights, 0), axis=-1) >= needed, len(keep))
-    floor = jnp.where(rows.top_p < 1, jnp.maximum(kth, last), kth)
-    return jnp.where(least(jnp.minimum(floor, jnp.max(keys, axis=-1))), scaled, -jnp.inf)
+    floor = jnp.where(top_p < 1, jnp.maximum(kth, last), kth)
+    return jnp.minimum(floor, jnp.max(keys, axis=-1))
 
 
 def ordered_bits(x: jax.Array) -> jax.Array:

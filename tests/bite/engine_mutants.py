@@ -55,8 +55,8 @@ def restricted(change):
     """`_restrict` keeps other tokens: change(kept bool[R V], logits [R V])."""
 
     def make(original):
-        def mutant(scaled, rows):
-            kept = original(scaled, rows)
+        def mutant(scaled, *more):
+            kept = original(scaled, *more)
             return jnp.where(change(jnp.isfinite(kept), scaled), scaled, -jnp.inf)
 
         return mutant

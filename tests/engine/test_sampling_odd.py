@@ -9,10 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn.engine import SamplingParams, sampling
 from jattn.engine.sampling import BAD_TOKEN, choose
+from pallas_kernels.cpu.native import library
 from tests.engine.rows import penalties_of, sampling_rows
+from tests.kernels.cpu.native_setup import needs_library
 
 ALMOST_1 = float(np.nextafter(np.float32(1), np.float32(0)))
 SLACK = 1e-4
@@ -192,6 +195,59 @@ def test_the_order_of_floats_is_that_of_their_bits():
     assert keys[0] > 0
     assert sampling.ordered_bits(jnp.float32(-0.0)) == sampling.ordered_bits(jnp.float32(0.0))
     assert (np.diff(keys) > 0).all()
+
+
+def restricted(logits, params, is_distributed=False):
+    """_restrict of logits f32[R V], compiled anew; and the compiled text."""
+    scaled = logits - logits.max(axis=-1, keepdims=True)
+    rows = sampling_rows(
+        params, [0] * len(params), [0] * len(params), [1] * len(params), [()] * len(params), len(params)
+    )
+    compiled = jax.jit(lambda x, rows: sampling._restrict(x, rows, is_distributed)).lower(scaled, rows).compile()
+    return np.asarray(compiled(scaled, rows)), compiled.as_text()
+
+
+@needs_library
+def test_on_a_cpu_one_call_cuts_and_keeps_what_the_bisection_keeps(monkeypatch):
+    logits = np.random.default_rng(0).normal(size=(len(CUTS), 1021)).astype(np.float32) * 3
+    logits[:, ::3] = np.round(logits[:, ::3])
+    params = [SamplingParams(**cut) for cut in CUTS.values()]
+    native, text = restricted(logits, params)
+    assert "jattn_cpu_sampling_floor" in text and "while" not in text
+    distributed, text = restricted(logits, params, is_distributed=True)
+    assert "jattn_cpu_sampling_floor" not in text and "while" in text
+    monkeypatch.setattr(library, "status", lambda: library.LibraryStatus(reason="none"))
+    absent, text = restricted(logits, params)
+    assert "jattn_cpu_sampling_floor" not in text
+    np.testing.assert_array_equal(absent, distributed)
+    for row, (name, p) in enumerate(zip(CUTS, params, strict=True)):
+        if p.top_p != ALMOST_1:  # sums that differ by rounding
+            np.testing.assert_array_equal(native[row], absent[row], err_msg=name)
+
+
+@needs_library
+def test_a_vocabulary_of_several_devices_is_cut_where_it_is():
+    """XLA would gather the logits in front of a call that it cannot divide."""
+    devices, params = jax.devices("cpu")[:2], [SamplingParams(top_p=0.9), SamplingParams(top_k=5)]
+    by_vocabulary = NamedSharding(Mesh(np.array(devices), ("vocab",)), PartitionSpec(None, "vocab"))
+    distribute = lambda x: jax.lax.with_sharding_constraint(x, by_vocabulary)
+    logits = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32) * 3
+    rows = sampling_rows(params, [1, 2], [0, 0], [1, 1], [()] * 2, 2)
+    arguments = rows, penalties_of([], [], [], 2, 4), np.full((1, 2), -1, np.int32), np.bool_(False)
+    placed = jax.device_put(logits, by_vocabulary)
+    compiled = jax.jit(lambda *args: choose(*args, distribute)).lower(placed, *arguments).compile()
+    assert "jattn_cpu_sampling_floor" not in compiled.as_text()
+    alone = jax.jit(lambda *args: choose(*args)).lower(logits, *arguments).compile()
+    assert "jattn_cpu_sampling_floor" in alone.as_text()
+    assert compiled(placed, *arguments).tokens.tolist() == alone(logits, *arguments).tokens.tolist()
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_exported_for_another_platform_a_draw_has_no_call_of_the_cpu(platform):
+    rows = sampling_rows([SamplingParams(top_p=0.9)], [1], [0], [1], [()], 1)
+    arguments = np.zeros((1, 64), np.float32), rows, penalties_of([], [], [], 1, 4), np.zeros((1, 1), np.int32)
+    exported = jax.export.export(jax.jit(choose), platforms=[platform])(*arguments, np.bool_(False))
+    assert "jattn_cpu" not in exported.mlir_module()
 
 
 def test_a_restricted_draw_is_the_same_without_jit():
