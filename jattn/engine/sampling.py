@@ -115,7 +115,8 @@ def _with_logprobs(
 
 
 def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    usable = jnp.isfinite(jnp.max(logits, axis=-1))  # the maximum of a row with a NaN is NaN
+    """NaNs are made infinite: the vector loops of XLA:CPU lose them in a maximum."""
+    usable = jnp.isfinite(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
     return jnp.where(usable, tokens, BAD_TOKEN)
 
 

@@ -95,6 +95,23 @@ def test_on_a_cpu_no_argmax_over_the_vocabulary_is_compiled():
     assert reductions and not [result for result in reductions if result.startswith("(")]
 
 
+def test_no_nan_is_lost_in_programs_compiled_as_those_of_users():
+    """The vector loops of XLA:CPU lose a NaN in a maximum over many numbers; the suite compiles without them."""
+    rows, vocab = 8, 1000
+    logits = np.random.default_rng(0).normal(size=(rows, vocab)).astype(np.float32)
+    for row, column in enumerate((0, 1, 294, 640, 812, vocab - 1)):
+        logits[row, column] = np.nan
+    penalties, before = penalties_of([], [], [], rows, 8), np.full((2, rows), -2, np.int32)
+    options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+    for params in (SamplingParams(temperature=0), SamplingParams(temperature=1.0)):
+        chosen = sampling_rows([params] * rows, [1] * rows, [0] * rows, [1] * rows, [()] * rows, rows)
+        lowered = jax.jit(choose.__wrapped__).lower(logits, chosen, penalties, before, np.bool_(False))
+        program = lowered.compile(options)
+        for logprobs in (False, True):
+            tokens = np.asarray(program(logits, chosen, penalties, before, np.bool_(logprobs)).tokens)
+            assert (tokens[:6] == BAD_TOKEN).all() and (tokens[6:] >= 0).all()
+
+
 def test_penalties_are_the_definition():
     params = [
         SamplingParams(repetition_penalty=1.5),
