@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn.ops.product import varying_as
 from jattn.ops.quantised import QuantisedArray, plain
 
 MAX_TILE_ROWS = 256
@@ -60,11 +61,8 @@ def looped(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array)
         return lax.dynamic_update_slice_in_dim(y, jnp.where(own[:, None], product, before), begin, axis=0)
 
     used = (tiles[:, 2] > 0).sum()
-    # In shard_map the first value of a loop must vary over the axes of the mesh over which the later ones do: these
-    # zeros are sums of no elements of the operands.
-    dtype = _sum_dtype(x)
-    zero = sum(array[:0].sum().astype(dtype) for array in jax.tree.leaves((x, kernel, sizes)))
-    y = lax.fori_loop(0, used, multiply, zero + jnp.zeros((padded.shape[0], kernel.shape[2]), dtype))
+    first = varying_as(jnp.zeros((padded.shape[0], kernel.shape[2]), _sum_dtype(x)), (x, kernel, sizes))
+    y = lax.fori_loop(0, used, multiply, first)
     return y[: x.shape[0]].astype(x.dtype)
 
 

@@ -63,7 +63,7 @@ def _ranks(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     is_before = jnp.arange(BLOCK)[:, None] > jnp.arange(BLOCK)[None, :]
     in_block = ((blocks[:, :, None] == blocks[:, None, :]) & is_before[None]).sum(axis=2, dtype=jnp.int32)
     before = jnp.take_along_axis(ends - of_block, jnp.minimum(blocks, experts - 1), axis=1)
-    return (before + in_block).reshape(-1)[:count], ends[-1]
+    return (before + in_block).reshape(-1)[:count], of_block.sum(axis=0)
 
 
 def padded_count(choices: int, experts: int, multiple: int) -> int:

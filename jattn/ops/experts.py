@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jattn import device
 from jattn.ops import expert_dots, expert_wgmma
-from jattn.ops.product import NATIVE_DTYPES, has_native_groups, is_partitioned
+from jattn.ops.product import NATIVE_DTYPES, has_native_groups, is_partitioned, varying_as
 from jattn.ops.quantised import QuantisedArray, plain
 from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import packed_product_config, packed_product_sm90
@@ -163,7 +163,7 @@ def _looped_jvp(primals, tangents):
 
 @_native.defjvp
 def _native_jvp(primals, tangents):
-    return _native(*primals), jax.jvp(_batched, primals, tangents)[1]
+    return varying_as(_native(*primals), primals), jax.jvp(_batched, primals, tangents)[1]
 
 
 @_packed.defjvp

@@ -72,6 +72,14 @@ def is_partitioned() -> bool:
     return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes + mesh.explicit_axes)
 
 
+def varying_as(y: jax.Array, operands: Any) -> jax.Array:
+    """y, which in shard_map varies over the axes of the mesh over which an operand does, as sums of no elements do.
+
+    The results of custom calls, and constants, vary over none. shard_map refuses loops and derivatives of such values.
+    """
+    return y + sum(array[:0].sum().astype(y.dtype) for array in jax.tree.leaves(operands))
+
+
 def product(x: jax.Array, kernel: Kernel, *, transposed: bool = False, dtype: Any = jnp.float32) -> jax.Array:
     """`products` with one kernel."""
     return products(x, (kernel,), transposed=transposed, dtype=dtype)[0]
@@ -131,7 +139,7 @@ def _native_jvp(transposed: bool, dtype: Any, primals, tangents):
     (x, kernels), (dx, dkernels) = primals, tangents
     of_rows, of_kernels = (_dots(*operands, transposed, jnp.float32) for operands in ((dx, kernels), (x, dkernels)))
     change = tuple((a + b).astype(dtype) for a, b in zip(of_rows, of_kernels, strict=True))
-    return _native(x, kernels, transposed, dtype), change
+    return tuple(varying_as(y, primals) for y in _native(x, kernels, transposed, dtype)), change
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
@@ -180,7 +188,8 @@ def _packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: bool,
 @_packed.defjvp
 def _packed_jvp(transposed: bool, dtype: Any, primals, tangents):
     in_steps = lambda x, kernels: _dots(x, kernels, transposed, dtype)
-    return _packed(*primals, transposed, dtype), jax.jvp(in_steps, primals, tangents)[1]
+    result = tuple(varying_as(y, primals) for y in _packed(*primals, transposed, dtype))
+    return result, jax.jvp(in_steps, primals, tangents)[1]
 
 
 GpuConfig = packed_product_config.PackedProductConfig | packed_wgmma_config.PackedWgmmaConfig

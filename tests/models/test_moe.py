@@ -113,6 +113,28 @@ def test_a_token_of_nans_spoils_no_other():
     np.testing.assert_allclose(np.delete(spoiled, 4, 0), np.delete(run(weights, x.astype(np.float32)), 4, 0), atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(identity_experts=2, scores="sigmoid"), dict(bias=True)], ids=str)
+def test_no_tokens_give_no_rows(options):
+    layer = MoE(**SIZES, top_k=2, **options)
+    weights, x = drawn(layer.weight_specs(HIDDEN), 1), np.zeros((0, HIDDEN), np.float32)
+    assert layer(weights, x).shape == (0, HIDDEN)
+    own = weights | {name: jax.tree.map(lambda w: w[:3], weights[name]) for name in ("gate", "up", "down")}
+    assert layer.routed(own, x, 0, 3).shape == (0, HIDDEN)
+    assert jax.grad(lambda x: layer(weights, x).sum())(x).shape == (0, HIDDEN)
+
+
+def test_derivatives_of_tokens_that_are_divided_over_a_mesh():
+    """shard_map checks over which axes of the mesh each value varies."""
+    layer = MoE(**SIZES, top_k=2, shared=MLP(width=6))
+    weights = drawn(layer.weight_specs(HIDDEN), 1)
+    x = np.random.default_rng(2).normal(size=(8, HIDDEN)).astype(np.float32)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    divided = jax.shard_map(layer, mesh=mesh, in_specs=(jax.P(), jax.P("x")), out_specs=jax.P("x"))
+    derivatives = lambda layer: jax.jit(jax.grad(lambda *args: (layer(*args) ** 2).sum(), argnums=(0, 1)))(weights, x)
+    for mine, whole in zip(jax.tree.leaves(derivatives(divided)), jax.tree.leaves(derivatives(layer)), strict=True):
+        np.testing.assert_allclose(mine, whole, rtol=1e-4, atol=1e-4 * np.abs(whole).max())
+
+
 DEFAULT = dict(rope_scaling=dict(rope_type="default"))
 WHOLE = {
     "mixtral": (examples.DECODERS["mixtral"], [None, None], None),

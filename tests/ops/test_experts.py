@@ -153,6 +153,19 @@ def test_rows_of_each_device_in_shard_map():
         np.testing.assert_allclose(jax.jit(each)(x, kernel, sizes), wanted, atol=1e-4)
 
 
+def test_derivatives_of_each_device_in_shard_map():
+    """shard_map checks over which axes they vary; the result of a custom call varies over none."""
+    mesh, split, whole = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("x"), jax.P()
+    x, kernel, _, _ = drawn_plain((5, 5, 4), "float32")
+    sizes, expert = jnp.array([2, 0, 5, 0, 6, 1]), np.repeat([0, 1, 2, 0, 1, 2], [2, 0, 5, 0, 6, 1])
+    each = jax.shard_map(experts.expert_product, mesh=mesh, in_specs=(split, whole, split), out_specs=split)
+    of_x, of_kernel = jax.jit(jax.grad(lambda x, kernel: each(x, kernel, sizes).sum(), argnums=(0, 1)))(x, kernel)
+    np.testing.assert_allclose(of_x, wide(kernel).sum(axis=2)[expert], atol=1e-4)
+    exact = np.zeros(kernel.shape[:2])
+    np.add.at(exact, expert, wide(x))
+    np.testing.assert_allclose(of_kernel, np.broadcast_to(exact[:, :, None], kernel.shape), atol=1e-4)
+
+
 def test_the_partitioner_of_a_mesh_gets_a_ragged_dot():
     x, kernel, sizes, _ = drawn_plain((3, 2), "float32")
     traced = lambda: str(jax.make_jaxpr(experts.expert_product)(x, kernel, sizes))
