@@ -86,8 +86,10 @@ def supports(config: ExpertProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.dtype not in DTYPES, f"dtype {c.dtype}: wanted {' or '.join(DTYPES)}")
     refuse(c.tile_rows not in ROW_TILES, f"tiles of {c.tile_rows} rows: wanted one of {ROW_TILES}")
     refuse(c.inner <= 0 or c.inner % DEPTH != 0, f"inner {c.inner}: wanted a multiple of {DEPTH}")
-    refuse(c.width <= 0 or c.width % c.strip != 0, f"width {c.width}: wanted a multiple of {c.strip}")
-    refuse(c.rows % max(c.tile_rows, 1) != 0, f"{c.rows} rows: wanted a multiple of {c.tile_rows}")
+    refuse(c.width <= 0 or c.width % max(c.strip, 1) != 0, f"width {c.width}: wanted a multiple of {c.strip}")
+    refuse(c.rows <= 0 or c.rows % max(c.tile_rows, 1) != 0, f"{c.rows} rows: wanted a multiple of {c.tile_rows}")
+    refuse(c.experts < 1, f"{c.experts} experts: wanted 1 or more")
+    refuse(c.ctas < 1, f"{c.ctas} CTAs: wanted 1 or more")
     refuse(c.matrices not in (1, 2), f"{c.matrices} matrices: wanted 1 or 2")
     refuse(not 1 <= c.warpgroups <= 3, f"{c.warpgroups} warpgroups: wanted 1 to 3")
     if not reasons:

@@ -120,6 +120,9 @@ def test_refuses_with_every_reason():
     reasons = supports(bad, chip="sm_80")
     for part in ("chip sm_80", "dtype float32", "tiles of 7 rows", "inner 100", "width 100"):
         assert any(part in reason for reason in reasons)
+    for field, value in (("warpgroups", 0), ("rows", 0), ("rows", -8), ("experts", 0), ("ctas", 0), ("matrices", 0)):
+        (reason,) = supports(dataclasses.replace(config, **{field: value}))
+        assert reason.startswith(f"{value} ")
     wide = dataclasses.replace(config, tile_rows=192, rows=192, warpgroups=3, width=192)
     assert supports(wide) == ["sums of 192 rows, 1 matrices: wanted 128"]
     shape = dict(rows=128, inner=128, width=128, experts=4, tile_rows=8)
