@@ -201,7 +201,10 @@ class MoE:
 
         def dot(name: str, x: jax.Array) -> jax.Array:
             y = expert_product(x, kernel(name), rows.sizes, multiple)
-            return y + weights[name]["bias"][rows.expert] if self.bias else y
+            if not self.bias:
+                return y
+            is_used = jnp.arange(y.shape[0]) < rows.sizes.sum()  # others may be NaN, and are derivatives of a bias too
+            return jnp.where(is_used[:, None], y + weights[name]["bias"][rows.expert], 0)
 
         if self.activation == "silu" and self.clamp is None and not self.bias:
             return dot("down", silu_expert_product(x, kernel("gate"), kernel("up"), rows.sizes, multiple))

@@ -70,18 +70,19 @@ def batched(x: jax.Array, kernel: jax.Array, sizes: jax.Array) -> jax.Array:
     """The same, with a reverse derivative: in batches of tiles whose matrices, gathered, have GATHERED_BYTES at most.
     Tiles without rows are multiplied too.
 
-    Rows beyond the sum of the sizes are finite if x and kernel are.
+    Rows beyond the sum of the sizes may hold anything, NaN too, and are zero in the result and in derivatives.
     """
-    tiles, tile_rows, padded = _tiles(x, kernel, sizes)
+    row = jnp.arange(x.shape[0])
+    keep = lambda y: jnp.where((row < sizes.sum())[:, None], y, 0)
+    tiles, tile_rows, padded = _tiles(keep(x), kernel, sizes)
     begins = jnp.minimum(tiles[:, 1], padded.shape[0] - tile_rows)
     at_once = max(1, GATHERED_BYTES // max(1, kernel.nbytes // kernel.shape[0]))
     multiply = lambda tile: _dot(padded, kernel, tile[1], tile[0], tile_rows).astype(x.dtype)
     products = lax.map(multiply, (tiles[:, 0], begins), batch_size=min(at_once, tiles.shape[0]))
 
-    row = jnp.arange(x.shape[0])
     before = jnp.cumsum(tiles[:, 2]) - tiles[:, 2]
     tile = jnp.searchsorted(before, row, side="right") - 1
-    return products[tile, jnp.clip(row - begins[tile], 0, tile_rows - 1)]
+    return keep(products[tile, jnp.clip(row - begins[tile], 0, tile_rows - 1)])
 
 
 def _tiles(x: jax.Array, kernel: "jax.Array | QuantisedArray", sizes: jax.Array) -> tuple[jax.Array, int, jax.Array]:

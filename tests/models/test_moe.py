@@ -8,6 +8,7 @@ import pytest
 from jattn import models
 from jattn.models import MLP, MoE
 from jattn.nn.weight_spec import is_weight_spec
+from jattn.ops import experts
 from tests.models import examples, textbook
 from tests.nn import dense
 from tests.ops.test_experts import of_16_bits, on_hopper
@@ -179,3 +180,24 @@ def test_padded_rows_give_the_same_mixture(monkeypatch, options):
         own = {name: {k: w[first : first + count] for k, w in weights[name].items()} for name in ("gate", "up", "down")}
         parts += np.asarray(moe.routed(weights | own, x, first, count), np.float64)
     assert np.abs(parts - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(bias=True, clamp=(1.7, 7.0)), dict(activation="gelu", bias=True)], ids=str
+)
+def test_what_a_kernel_leaves_in_rows_of_no_expert_reaches_no_gradient(monkeypatch, options):
+    """As on a device of a mesh that has some of the experts."""
+    moe = MoE(num_experts=4, top_k=2, width=128, **options)
+    draw = lambda *shape: jnp.asarray(np.random.default_rng(shape).standard_normal(shape), "float32")
+    x, weights = draw(9, 64), dict(router=dict(kernel=draw(64, 4)))
+    for name, matrix in zip(("gate", "up", "down"), of_16_bits(count=2, dtype="float32"), strict=True):
+        weights[name] = dict(kernel=matrix) | ({"bias": draw(2, matrix.shape[2])} if moe.bias else {})
+    gradient = lambda: jax.grad(lambda weights, x: moe.routed(weights, x, 1, 2).sum(), (0, 1))(weights, x)
+    wanted, native = gradient(), experts._native
+
+    def with_rubbish(x, kernel, sizes):
+        return jnp.where(jnp.arange(len(x))[:, None] < sizes.sum(), native(x, kernel, sizes), jnp.nan)
+
+    monkeypatch.setattr(experts, "_is_native", lambda *args: True)
+    monkeypatch.setattr(experts, "_native", with_rubbish)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), gradient(), wanted)

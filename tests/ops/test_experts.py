@@ -84,6 +84,19 @@ def test_tiles_of_every_length(monkeypatch, form, dtype):
             assert np.isfinite(y).all()
 
 
+def test_rows_of_no_expert_reach_no_derivative():
+    """They hold what is left in memory where a kernel does not compute them."""
+    x, kernel, sizes, expert = drawn_plain((3, 0, 17, 1), "float32", rows=9)
+    factor = jnp.asarray(np.random.default_rng(2).standard_normal((len(x), 24)), "float32")
+    used = jnp.arange(len(x))[:, None] < len(expert)
+    wanted = jax.vjp(lambda x, kernel: expert_dots.batched(x, kernel, sizes), x, kernel)[1](jnp.where(used, factor, 0))
+    y, back = jax.vjp(lambda x, kernel: expert_dots.batched(x, kernel, sizes), jnp.where(used, x, jnp.nan), kernel)
+    found = back(jnp.where(used, factor, jnp.nan))
+    assert not y[len(expert) :].any()
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_sizes_beyond_the_rows_raise_nothing():
     x, kernel, _, _ = drawn_plain((3, 2), "float32")
     for form in (expert_dots.looped, expert_dots.batched):
