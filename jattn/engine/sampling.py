@@ -115,8 +115,11 @@ def _with_logprobs(
 
 
 def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """NaNs are made infinite: the vector loops of XLA:CPU lose them in a maximum."""
-    usable = jnp.isfinite(jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1))
+    """On a CPU NaNs are made infinite: XLA:CPU's loops of vectors lose them in a maximum. Elsewhere the maximum of such
+    a row is NaN, and a draw needs it too: one all-reduce for both."""
+    largest = lambda x: jnp.max(x, axis=-1)
+    with_nan = lambda x: largest(jnp.where(jnp.isnan(x), jnp.inf, x))
+    usable = jnp.isfinite(jax.lax.platform_dependent(logits, cpu=with_nan, default=largest))
     return jnp.where(usable, tokens, BAD_TOKEN)
 
 
