@@ -300,10 +300,10 @@ def test_a_prompt_of_which_a_half_is_cached_is_looked_up_in_linear_time(groups):
         assert tables.extend(first, len(first.tokens))
         tables.publish(first, len(first.tokens))
         seq, times = Sequence("b", prompt, SamplingParams()), []
-        for _ in range(5):
-            begin = time.perf_counter()
+        for _ in range(7):
+            begin = time.thread_time()  # other processes on a busy machine do not count
             assert tables.num_cached(seq) == len(first.tokens)
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
         return min(times)
 
     assert seconds(8000) < 9 * seconds(2000), "16 times as long if it is quadratic"
