@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jattn.ops.expert_rows import experts_of_tiles
 from jattn.ops.product import varying_as
 from jattn.ops.quantised import QuantisedArray, plain
 
@@ -20,10 +21,8 @@ def row_tiles(sizes: jax.Array, tile_rows: int, count: int) -> jax.Array:
 
     sizes i32[experts]: rows of each expert. `most_tiles` is the largest count that is needed.
     """
-    of_expert = -(-sizes // tile_rows)
-    ends, number = jnp.cumsum(of_expert, dtype=jnp.int32), jnp.arange(count, dtype=jnp.int32)
-    expert = jnp.minimum(jnp.searchsorted(ends, number, side="right"), sizes.shape[0] - 1)
-    skipped = (number - (ends - of_expert)[expert]) * tile_rows
+    expert, first_tile, _ = experts_of_tiles(sizes, tile_rows, count)
+    skipped = (jnp.arange(count, dtype=jnp.int32) - first_tile) * tile_rows
     rows = jnp.clip(sizes[expert] - skipped, 0, tile_rows)
     first = (jnp.cumsum(sizes, dtype=jnp.int32) - sizes)[expert] + skipped
     used = rows > 0

@@ -66,6 +66,19 @@ def _ranks(expert: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
     return (before + in_block).reshape(-1)[:count], of_block.sum(axis=0)
 
 
+def experts_of_tiles(sizes: jax.Array, tile_rows: int, tiles: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(the expert of each tile and that expert's first tile, i32[tiles]; the tiles of each expert, i32[experts]).
+
+    sizes i32[experts]: rows of each expert. A tile has rows of one expert, at most tile_rows. Tiles after the last one
+    with rows belong to the last expert.
+    """
+    of_expert = (-(-sizes // tile_rows)).astype(jnp.int32)
+    ends = jnp.cumsum(of_expert, dtype=jnp.int32)
+    expert = jnp.sum(ends[None, :] <= jnp.arange(tiles)[:, None], axis=1, dtype=jnp.int32)
+    expert = jnp.minimum(expert, sizes.shape[0] - 1)
+    return expert, (ends - of_expert)[expert], of_expert
+
+
 def padded_count(choices: int, experts: int, multiple: int) -> int:
     """Rows that are enough for any choices, each expert's padded to a multiple."""
     return (choices + min(choices, experts) * (multiple - 1)) // multiple * multiple

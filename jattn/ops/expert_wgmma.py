@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
-from jattn.ops.expert_rows import padded_count
+from jattn.ops.expert_rows import experts_of_tiles, padded_count
 from pallas_kernels.gpu import expert_product_sm90 as kernels
 from pallas_kernels.gpu.expert_product_config import ExpertProductConfig, choose, tile_rows_of
 
@@ -51,12 +51,9 @@ def _choose(rows: int, dtype: str, shape: Shape, tile_rows: int, matrices: int =
 
 def tiles_of(sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
     """The kernel's `tiles`, for sizes that are multiples of config.tile_rows."""
-    counts = (sizes // config.tile_rows).astype(jnp.int32)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    expert = jnp.sum(ends[None, :] <= jnp.arange(config.tiles)[:, None], axis=1, dtype=jnp.int32)
-    expert = jnp.minimum(expert, config.experts - 1)
-    each = jnp.stack([expert, (ends - counts)[expert], counts[expert]], axis=1)
-    return jnp.concatenate([jnp.full((1, 3), ends[-1]), each])
+    expert, first, counts = experts_of_tiles(sizes, config.tile_rows, config.tiles)
+    each = jnp.stack([expert, first, counts[expert]], axis=1)
+    return jnp.concatenate([jnp.full((1, 3), counts.sum(dtype=jnp.int32)), each])
 
 
 def product(x: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:

@@ -109,8 +109,8 @@ def _batched(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
 
 
 def _is_native(x: jax.Array, kernel: Kernel) -> bool:
-    """On a CPU the C++ kernel is used for any number of rows: it decodes a packed tile once for up
-    to 192 rows of its expert."""
+    """On a CPU the C++ kernel is used for any number of rows: it decodes a packed tile once for up to 192 rows of its
+    expert."""
     if device.detect().platform != "cpu" or is_partitioned() or x.dtype.name not in NATIVE_DTYPES:
         return False
     is_packed = isinstance(kernel, QuantisedArray)

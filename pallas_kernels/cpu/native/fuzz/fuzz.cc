@@ -1,7 +1,7 @@
-// Runs random batches, products and sampling floors through every ISA of this processor, from several threads at the same time. Half of
-// the batches have valid lengths; their outputs are compared with a float64 reference. The other half have arbitrary
-// lengths; a sanitizer checks their accesses. One allocation of sixteen fails: the call must end with OutOfMemory, and
-// the repeated call must be right. See __main__.py.
+// Runs random batches, products and sampling floors through every ISA of this processor, from several threads at the
+// same time. Half of the batches have valid lengths; their outputs are compared with a float64 reference. The other half
+// have arbitrary lengths; a sanitizer checks their accesses. One allocation of sixteen fails: the call must end with
+// OutOfMemory, and the repeated call must be right. See __main__.py.
 #include <atomic>
 #include <chrono>
 #include <cstdio>
