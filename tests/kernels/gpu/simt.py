@@ -52,12 +52,15 @@ class Arith:
     andi = staticmethod(lambda a, b: a & _like(b, a))
     ori = staticmethod(lambda a, b: a | _like(b, a))
     xori = staticmethod(lambda a, b: a ^ _like(b, a))
+    shrsi = staticmethod(lambda a, b: (a.view(np.int32) >> b.view(np.int32)).view(a.dtype))
     shrui = staticmethod(lambda a, b: (a.view(np.uint32) >> b.view(np.uint32)).view(a.dtype))
     shli = staticmethod(lambda a, b: a << _like(b, a))
-    minsi = staticmethod(np.minimum)
+    minsi = staticmethod(lambda a, b: np.minimum(a.view(np.int32), b.view(np.int32)).view(a.dtype))
+    maxsi = staticmethod(lambda a, b: np.maximum(a.view(np.int32), b.view(np.int32)).view(a.dtype))
+    minui = staticmethod(lambda a, b: np.minimum(a.view(np.uint32), b.view(np.uint32)).view(a.dtype))
     maxui = staticmethod(lambda a, b: np.maximum(a.view(np.uint32), b.view(np.uint32)).view(a.dtype))
     negf = staticmethod(lambda a: -a)
-    select = staticmethod(np.where)
+    select = staticmethod(lambda condition, a, b: np.where(condition, a, _like(b, a)))
     cmpf = staticmethod(lambda kind, a, b: kind(a, b))
 
     cmpi = staticmethod(lambda kind, a, b: kind(a, b))
@@ -158,7 +161,7 @@ class Machine:
         if name == "bar.warp.sync":
             return
         numbers = [int(n) for n in re.findall(r"\$(\d+)", rest)]
-        writes = not name.startswith(("st", "setp", "cp.async", "bar")) and not rest.startswith("t,")
+        writes = not name.startswith(("st", "red", "setp", "cp.async", "bar")) and not rest.startswith("t,")
         count = len(re.findall(r"\$", rest.split("[")[0].split("}")[0])) if rest.startswith("{") else 1
         count = count if writes else 0
         get = lambda n: args[n - len(args_outputs)]
@@ -183,14 +186,16 @@ class Machine:
                 self.memory[to + offset : to + offset + 16] = 0 if ignored[i] else self.memory[source : source + 16]
         elif name.startswith("stmatrix"):
             self._stmatrix(operands[0], operands[1:])
+        elif name == "red.shared.add.u32":
+            np.add.at(self.memory.view(np.uint32), operands[0][mask] // 4, np.uint32(int(rest.split(",")[1])))
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
-            results = self._compute(name, rest, operands, offset, mask)
+            results = self._compute(name, rest, operands, offset, mask, flags)
             for number, new in zip(numbers[:count], results, strict=True):
                 outputs[number] = np.where(mask, new, outputs[number]) if number in outputs else new
 
-    def _compute(self, name, rest, x, offset, mask):
+    def _compute(self, name, rest, x, offset, mask, flags):
         kind = name.split(".")
         if kind[0] == "and":
             return [(x[0].view(np.uint32) & np.uint32(int(rest.split(",")[2], 16))).view(np.float32)]
@@ -210,7 +215,13 @@ class Machine:
         if name == "cvt.rn.f32.s32":
             return [x[0].astype(np.float32)]
         if name == "mov.f32":
-            return [np.zeros(self.lane.shape, np.float32)]
+            return [np.full(self.lane.shape, int(rest.split("0f")[1], 16), np.uint32).view(np.float32)]
+        if kind[0] in ("popc", "clz"):
+            lengths = [f"{word:b}" if word else "" for word in x[0].view(np.uint32)]
+            return [np.array([n.count("1") if kind[0] == "popc" else 32 - len(n) for n in lengths], np.int32)]
+        if kind[0] == "vote":  # the bits of the lanes in which p holds
+            bits = flags["p"].reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+            return [np.repeat(bits.sum(axis=1).astype(np.uint32), 32)]
         if kind[0] == "mov":
             return x if x else [np.full(self.lane.shape, int(rest.split(",")[1]) & 0xFFFFFFFF, np.uint32)]
         if kind[0] == "ld":
@@ -235,6 +246,9 @@ class Machine:
         if kind[0] == "shfl":
             if "idx" in kind:
                 return [x[0][self.lane // 32 * 32 + x[1]]]
+            if "up" in kind:  # a lane without another before it keeps its own
+                distance = int(rest.split(",")[2])
+                return [np.where(self.lane % 32 >= distance, np.roll(x[0], distance), x[0])]
             distance = int(rest.split(",")[2])
             return [x[0][self.lane ^ distance]]
         if kind[0] == "prmt":

@@ -1,0 +1,65 @@
+"""The least likely token that top_k and top_p keep: by the C++ function, by the GPU's kernel, or by bisection."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jattn import device
+from jattn.types import AnyArray
+from pallas_kernels.cpu.native import library, ops
+from pallas_kernels.gpu import sampling_floor_sm80 as gpu
+
+WARPS_SINCE = (0, 12)  # the version of JAX that lowers Mosaic GPU kernels for chips other than sm_90
+
+
+def sampling_floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.Array:
+    """u32[R] the ordered bits of the least likely token that is kept. If all are: 0, or those of the least likely one.
+
+    Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
+    scaled: f32[R vocab], the logits minus the maximum of their row. A row's floor depends on that row only.
+    """
+    if device.detect().platform == "cpu" and library.status().available:
+        return jax.lax.platform_dependent(scaled, top_k, top_p, cpu=ops.sampling_floor, default=by_bisection)
+    if _is_served_by_kernel(scaled):
+        return jax.lax.platform_dependent(scaled, top_k, top_p, cuda=gpu.sampling_floor, default=by_bisection)
+    return by_bisection(scaled, top_k, top_p)
+
+
+def _is_served_by_kernel(scaled: jax.Array) -> bool:
+    chip = device.detect()
+    has_warps = jax.__version_info__ >= WARPS_SINCE and chip.compute_capability >= gpu.LEAST_CAPABILITY
+    return chip.generation == "sm_90" or has_warps
+
+
+def by_bisection(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.Array:
+    """Nothing is sorted: on a GPU a sort of the vocabulary takes longer, and its kernels take a third of the time to
+    compile a dispatch.
+    """
+    keys, weights = ordered_bits(scaled), jnp.exp(scaled)
+    least = lambda t: keys >= t[:, None]
+    keep = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
+    kth = _largest(lambda t: jnp.sum(least(t), axis=-1, dtype=jnp.int32) >= keep, len(keep))
+    ties = keep - jnp.sum(keys > kth[:, None], axis=-1, dtype=jnp.int32)  # of the k-th value, among the first k
+    total = jnp.sum(jnp.where(keys > kth[:, None], weights, 0), axis=-1)
+    total = total + ties * jnp.max(jnp.where(keys == kth[:, None], weights, 0), axis=-1)
+    needed = top_p * total
+    last = _largest(lambda t: jnp.sum(jnp.where(least(t), weights, 0), axis=-1) >= needed, len(keep))
+    floor = jnp.where(top_p < 1, jnp.maximum(kth, last), kth)
+    return jnp.minimum(floor, jnp.max(keys, axis=-1))
+
+
+def ordered_bits(x: jax.Array) -> jax.Array:
+    """u32 in the order of f32 that are not NaN, and equal for equal floats; larger than 0."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
+    """u32[rows] the largest t with holds(t), bool[rows]: true up to some t, false above; 0 if it is never true."""
+
+    def with_bit(i, t):
+        larger = t | (jnp.uint32(1 << 31) >> jnp.uint32(i))
+        return jnp.where(holds(larger), larger, t)
+
+    return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(rows, jnp.uint32))

@@ -1,0 +1,506 @@
+"""The least likely token that top_k and top_p keep, of each row of logits: one CTA for a row, which it reads twice.
+
+    1  a histogram of the logits, in bins of 1 / 256 below the largest, tells the bins first .. last that have the floor
+    2  the logits of these bins are listed, a list for each warp; those before `first` are added up: their exponentials
+    3  the floor is found among the listed by bisection of their bits
+
+For top_k, `first` is 0: all that it keeps are listed, and top_p chooses among them. For top_p alone, bins with too many
+logits are halved before step 2, which reads the row once more for each time. If a warp's list is too short all the
+same, step 3 reads the row instead, once for each bit.
+
+A sum's order depends on the size of the row only, so that a row's floor depends neither on other rows nor on the run.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, scf
+from jax.experimental.mosaic.gpu import utils
+
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu import ptx_sm90 as ptx
+
+LEAST_CAPABILITY = 80
+WARPGROUPS, THREADS, WARPS = 4, 512, 16
+VALUES, VALUES_SEARCHED = 16, 8  # logits of a thread in flight
+BINS, BINS_OF_NAT = 8192, 256  # a range of 32: what lies below it has 1e-14 of the largest exponential
+HALF_BIN = 1.0025  # a little more than exp(0.5 / BINS_OF_NAT): sums of bins are rounded
+LISTED = 512  # logits of a warp's list at most
+MOST_CANDIDATES = WARPS * LISTED // 2  # warps do not have equally many
+_BINS_OF_THREAD = BINS // THREADS
+_LOG2E = math.log2(math.e)
+_MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # from here on the last bit of a float32 is 1
+_SIGN = -(2**31)  # the bit, as i32
+_STORE_WORD = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
+_STORE_LISTED = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.f32 [$0], $2; }"
+_LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.f32 $0, [$1]; }"
+_LOAD_FOUR = (
+    "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.f32 $0, 0fFF800000; mov.f32 $1, 0fFF800000; mov.f32 $2, 0fFF800000;"
+    " mov.f32 $3, 0fFF800000; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }"
+)
+_VOTES = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
+_COUNT = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p red.shared.add.u32 [$0], 1; }"
+
+
+def sampling_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """u32[R] the ordered bits of the least likely token that is kept; 0 if all are. See jattn/engine/sampling_floor.py.
+
+    scaled f32[R, vocab]: logits minus their maximum. top_k i32[R]: 0 or less, or vocab or more: off. top_p f32[R]: 1
+    or more: off.
+    """
+    rows, vocab = scaled.shape
+
+    def sampling_floor(*refs):  # the kernel's name in a profile
+        shapes = [plgpu.SMEM((words,), jnp.int32) for words in shared_words()]
+        pl.run_scoped(functools.partial(_cta, vocab, refs), *shapes, collective_axes="wg")
+
+    mesh = plgpu.Mesh(grid=(rows,), grid_names=("row",), num_threads=WARPGROUPS, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out = jax.ShapeDtypeStruct((rows,), jnp.uint32)
+    return pl.kernel(sampling_floor, out_type=out, mesh=mesh, compiler_params=params)(scaled, top_k, top_p)
+
+
+def shared_words() -> tuple[int, ...]:
+    """The words of a CTA's bins, its lists, and what its warps tell each other."""
+    return BINS, WARPS * LISTED, 2 * WARPS
+
+
+def _cta(vocab: int, refs, *shared):
+    """One warpgroup of a row's CTA."""
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(refs) + len(shared)), ptx.SCALAR, ptx.SCALAR))
+    def find(ctx, scaled, top_k, top_p, floor, *rest):
+        *shared, row, wg = rest
+        row, wg = map(ptx.scalar_value, (row, wg))
+        of_row = lambda ref, size: arith.addi(ptx.pointer(ref, 0), arith.muli(ptx.to_i64(row), ptx.i64(size)))
+        thread = ptx.add(ptx.mul(wg, 128), ptx.thread_index())
+        places = of_row(scaled, 4 * vocab), *(of_row(ref, 4) for ref in (top_k, top_p, floor))
+        _store_floor(_Row(vocab, *places, *(ptx.pointer(ref, 3) for ref in shared), thread))
+
+    find(*refs, *shared, *map(lax.axis_index, ("row", "wg")))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """A row, as its CTA sees it: i64 addresses in GMEM, i32 addresses in SMEM, and the thread's number in the CTA."""
+
+    vocab: int
+    logits: object
+    top_k: object
+    top_p: object
+    floor: object
+    bins: object  # i32[BINS]
+    lists: object  # f32[WARPS, LISTED]
+    sums: object  # [2, WARPS]
+    thread: object
+
+    @property
+    def lane(self):
+        return arith.remui(self.thread, ptx.i32(32))
+
+    @property
+    def warp(self):
+        return arith.divui(self.thread, ptx.i32(32))
+
+
+def _store_floor(row: _Row):
+    top_k = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", row.top_k)
+    top_p = ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", row.top_p)
+    has_top_k = arith.andi(ptx.less(ptx.i32(0), top_k), ptx.less(top_k, ptx.i32(row.vocab)))
+    has_top_p = _greater(ptx.f32(1.0), top_p)
+    compute = lambda: _floor(row, top_k, has_top_k, top_p, has_top_p)
+    floor = _where(arith.ori(has_top_k, has_top_p), compute, ptx.i32(0))
+    ptx.asm(_STORE_WORD, "l,r,r", row.floor, ptx.bool_to_i32(ptx.equal(row.thread, ptx.i32(0))), floor)
+
+
+def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
+    """i32: the floor of a row that has a top_k or a top_p."""
+    finite, total = _fill_bins(row)
+    has_top_k = _all(has_top_k, _not(ptx.less(finite, top_k)))  # otherwise it keeps all that can be drawn
+    needed = arith.mulf(top_p, total)
+    first, last = _bins_of_floor(row, top_k, has_top_k, needed)
+    first, last = _where(_not(has_top_k), lambda: _narrowed(row, first, last, needed), (first, last))
+    before, candidates = _fill_lists(row, first, last)
+
+    def by_top_k():
+        kth = _largest(row, candidates, last, lambda count, _: _not(ptx.less(count, top_k)))
+        count, mass = _from_key(row, candidates, ptx.add(kth, ptx.i32(1)))
+        ties = _to_float(arith.subi(top_k, count))
+        return kth, arith.mulf(top_p, ptx.fma(ties, _exponential(_logit(kth)), mass))
+
+    kth, needed = _where(has_top_k, by_top_k, (ptx.i32(0), needed))
+    is_reached = lambda _, mass: _not(_greater(needed, arith.addf(before, mass)))
+    by_top_p = lambda: arith.maxui(kth, _largest(row, candidates, ptx.i32(0), is_reached))
+    return _where(has_top_p, by_top_p, kth)
+
+
+def _fill_bins(row: _Row):
+    """Counts the logits of each bin. Returns how many are finite, and the sum of all exponentials."""
+    mine = ptx.add(row.bins, ptx.mul(row.thread, 4 * _BINS_OF_THREAD))
+    for at in range(0, 4 * _BINS_OF_THREAD, 16):
+        ptx.asm(f"st.shared.v4.b32 [$0+{at}], {{$1, $1, $1, $1}};", "r,r", mine, ptx.i32(0))
+    _barrier()
+
+    def count(values, sums):
+        finite, total = sums
+        for x in values:
+            finite = ptx.add(finite, ptx.bool_to_i32(_is_finite(x)))
+            total = arith.addf(total, _exponential(x))
+            number = _bin(x)
+            place, inside = ptx.add(row.bins, ptx.mul(number, 4)), ptx.less(number, ptx.i32(BINS))
+            ptx.asm(_COUNT, "r,r", place, ptx.bool_to_i32(inside))
+        return finite, total
+
+    return _over_cta(row, _each_logit(row, count, (ptx.i32(0), ptx.f32(0.0))), [arith.addi, arith.addf])
+
+
+def _bins_of_floor(row: _Row, top_k, has_top_k, needed):
+    """The first and the last bin that may have the floor; BINS: what lies below all bins.
+
+    needed: of the sum of exponentials. That of a bin is known but for a factor of HALF_BIN. What lies below all bins
+    does not matter to a top_p below 1.
+    """
+    counts = _counts_of_bins(row)
+    number = ptx.mul(row.thread, _BINS_OF_THREAD)
+    weight = _exponential(arith.mulf(_to_float(number), ptx.f32(-1 / BINS_OF_NAT)))
+    factors = [ptx.f32(math.exp(-i / BINS_OF_NAT)) for i in range(_BINS_OF_THREAD)]
+    masses = [arith.mulf(arith.mulf(_to_float(n), weight), f) for n, f in zip(counts, factors, strict=True)]
+    count, mass = _sums_before(row, functools.reduce(arith.addi, counts), functools.reduce(arith.addf, masses))
+    low, high = (arith.mulf(needed, ptx.f32(x)) for x in (1 / HALF_BIN, HALF_BIN))
+    passed = [ptx.i32(0)] * 3  # bins at whose end the sums are still too small
+    for n, m in zip(counts, masses, strict=True):
+        count, mass = ptx.add(count, n), arith.addf(mass, m)
+        missing = ptx.less(count, top_k), _greater(low, mass), _greater(high, mass)
+        passed = [ptx.add(p, ptx.bool_to_i32(is_missing)) for p, is_missing in zip(passed, missing, strict=True)]
+    is_mine = [ptx.less(p, ptx.i32(_BINS_OF_THREAD)) for p in passed]
+    found = [arith.select(mine, ptx.add(number, p), ptx.i32(BINS)) for mine, p in zip(is_mine, passed, strict=True)]
+    of_top_k, first = _over_cta(row, found[:2], [arith.minsi] * 2)
+    (last,) = _over_cta(row, found[2:], [arith.minsi])
+    last = arith.minsi(last, ptx.i32(BINS - 1))
+    return arith.select(has_top_k, ptx.i32(0), first), arith.select(has_top_k, of_top_k, last)
+
+
+def _counts_of_bins(row: _Row) -> list:
+    """How many logits each of the thread's bins has."""
+    mine = ptx.add(row.bins, ptx.mul(row.thread, 4 * _BINS_OF_THREAD))
+    counts = []
+    for at in range(0, 4 * _BINS_OF_THREAD, 16):
+        counts += ptx.asm_values(f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{at}];", "=r,=r,=r,=r,r", 4, mine)
+    return counts
+
+
+def _narrowed(row: _Row, first, last, needed):
+    """Of the bins first .. last some that have the floor, and at most MOST_CANDIDATES logits, or one bin."""
+
+    def is_wide(first, last):
+        number, count = ptx.mul(row.thread, _BINS_OF_THREAD), ptx.i32(0)
+        for i, n in enumerate(_counts_of_bins(row)):
+            inside = _is_between(ptx.add(number, ptx.i32(i)), first, last)
+            count = ptx.add(count, arith.select(inside, n, ptx.i32(0)))
+        (count,) = _over_cta(row, [count], [arith.addi])
+        return _all(ptx.less(first, last), ptx.less(ptx.i32(MOST_CANDIDATES), count))
+
+    def halve(first, last):
+        middle = arith.shrui(ptx.add(first, last), ptx.i32(1))
+
+        def add(values, mass):
+            for x in values:
+                inside = _not(ptx.less(middle, _bin(x)))
+                mass = arith.addf(mass, arith.select(inside, _exponential(x), ptx.f32(0.0)))
+            return mass
+
+        (mass,) = _over_cta(row, [_each_logit(row, add, ptx.f32(0.0))], [arith.addf])
+        is_missing = _greater(needed, mass)
+        after = ptx.add(middle, ptx.i32(1))
+        return arith.select(is_missing, after, first), arith.select(is_missing, last, middle)
+
+    return _while(is_wide, halve, first, last)
+
+
+def _sums_before(row: _Row, count, mass):
+    """The sums of i32 `count` and f32 `mass` over the threads before this one."""
+    values = [count, mass]
+    for distance in (1, 2, 4, 8, 16):
+        exists = _not(ptx.less(row.lane, ptx.i32(distance)))
+        values = [_plus_of_lane(x, distance, exists) for x in values]
+    is_last = ptx.bool_to_i32(ptx.equal(row.lane, ptx.i32(31)))
+    of_warps = _exchange(row, values, is_last)
+    sums = [arith.subi(values[0], count), arith.subf(values[1], mass)]
+    for warp in range(WARPS):
+        is_before = ptx.less(ptx.i32(warp), row.warp)
+        sums[0] = ptx.add(sums[0], arith.select(is_before, of_warps[0][warp], ptx.i32(0)))
+        sums[1] = arith.addf(sums[1], arith.select(is_before, of_warps[1][warp], ptx.f32(0.0)))
+    return sums
+
+
+def _fill_lists(row: _Row, first, last):
+    """Lists the finite logits of bins first .. last. Returns the sum of the exponentials of what is in the bins before,
+    and the candidates; 0 if they are the row."""
+
+    def step(values, carry):
+        before, count = carry
+        chosen = []
+        for x in values:
+            number, weight = _bin(x), _exponential(x)
+            is_before = ptx.less(number, first)
+            before = arith.addf(before, arith.select(is_before, weight, ptx.f32(0.0)))
+            chosen.append(_all(_is_finite(x), _is_between(number, first, last)))
+        some = _not(ptx.equal(_votes(functools.reduce(arith.ori, chosen)), ptx.i32(0)))
+        append = lambda n, one: _append(row, n, *one)
+        append_all = lambda: functools.reduce(append, zip(values, chosen, strict=True), count)
+        return before, _where(some, append_all, count)
+
+    before, count = _each_logit(row, step, (ptx.f32(0.0), ptx.i32(0)))
+    before, longest = _over_cta(row, [before, count], [arith.addf, arith.maxsi])
+    is_row = ptx.less(ptx.i32(LISTED), longest)
+    of_list = _address_of_shared(ptx.add(_own_list(row), ptx.mul(row.lane, 4)))
+    of_row = arith.addi(row.logits, ptx.to_i64(ptx.mul(row.thread, 4)))
+    stride = arith.select(is_row, ptx.i32(THREADS), ptx.i32(32))
+    size = arith.select(is_row, ptx.i32(row.vocab), count)
+    number = arith.select(is_row, row.thread, row.lane)
+    each = arith.divui(ptx.add(arith.subi(size, number), stride, ptx.i32(-1)), stride)
+    candidates = _Candidates(arith.select(is_row, of_row, of_list), ptx.mul(stride, 4), each)
+    return arith.select(is_row, ptx.f32(0.0), before), candidates
+
+
+def _append(row: _Row, count, x, is_chosen):
+    """Adds the logits of the lanes with `is_chosen` to the warp's list of `count`. Returns its new count."""
+    votes, ones = _votes(is_chosen), lambda word: ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
+    lower_lanes = arith.subi(arith.shli(ptx.i32(1), row.lane), ptx.i32(1))
+    place = ptx.add(count, ones(arith.andi(votes, lower_lanes)))
+    fits = ptx.bool_to_i32(_all(is_chosen, ptx.less(place, ptx.i32(LISTED))))
+    ptx.asm(_STORE_LISTED, "r,r,f", ptx.add(_own_list(row), ptx.mul(place, 4)), fits, x)
+    return ptx.add(count, ones(votes))
+
+
+def _votes(condition):
+    """The bit of each lane of the warp for which the condition holds."""
+    return ptx.asm_value(_VOTES, "=r,r", ptx.bool_to_i32(condition))
+
+
+def _own_list(row: _Row):
+    return ptx.add(row.lists, ptx.mul(row.warp, 4 * LISTED))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidates:
+    """The logits that a thread searches: their warp's list, or the row where a list was too short."""
+
+    first: object  # i64 address
+    stride: object  # i32 bytes
+    count: object  # i32
+
+
+def _each_candidate(candidates: _Candidates, step, carry):
+    """carry = step(logit, is there one, carry) for each."""
+
+    def several(i, carry):
+        numbers = [ptx.add(ptx.mul(i, VALUES_SEARCHED), ptx.i32(j)) for j in range(VALUES_SEARCHED)]
+        exists = [ptx.less(n, candidates.count) for n in numbers]
+        places = [arith.addi(candidates.first, ptx.to_i64(arith.muli(n, candidates.stride))) for n in numbers]
+        values = [
+            ptx.asm_value(_LOAD, "=&f,l,r", *args) for args in zip(places, map(ptx.bool_to_i32, exists), strict=True)
+        ]
+        for x, there in zip(values, exists, strict=True):
+            carry = step(x, there, carry)
+        return carry
+
+    turns = arith.divui(ptx.add(candidates.count, ptx.i32(VALUES_SEARCHED - 1)), ptx.i32(VALUES_SEARCHED))
+    return _loop(turns, carry, several)
+
+
+def _largest(row: _Row, candidates: _Candidates, bin, holds):
+    """The largest ordered bits t with holds(count, sum of exponentials) of the candidates from t on: true up to some t,
+    which is a candidate of `bin` or below. The least one's if it never holds."""
+
+    def widen(x, there, ends):
+        key = _ordered_bits(x)
+        is_one = _all(there, _not(ptx.less(_bin(x), bin)))
+        low, high = arith.select(is_one, key, ptx.i32(-1)), arith.select(is_one, key, ptx.i32(0))
+        return arith.minui(ends[0], low), arith.maxui(ends[1], high)
+
+    ends = _each_candidate(candidates, widen, (ptx.i32(-1), ptx.i32(0)))
+    low, high = _over_cta(row, ends, [arith.minui, arith.maxui])
+    zeros = ptx.asm_value("clz.b32 $0, $1;", "=r,r", arith.subi(high, low), pure=True)
+
+    def halve(_, ends):
+        low, end = ends
+        middle = ptx.add(low, arith.shrui(arith.subi(end, low), ptx.i32(1)))
+        is_lower = holds(*_from_key(row, candidates, middle))
+        return arith.select(is_lower, middle, low), arith.select(is_lower, end, middle)
+
+    return _loop(arith.subi(ptx.i32(32), zeros), (low, ptx.add(high, ptx.i32(1))), halve)[0]
+
+
+def _from_key(row: _Row, candidates: _Candidates, least):
+    """(count, sum of exponentials) of the candidates whose ordered bits are `least` or more."""
+
+    def step(x, there, sums):
+        is_counted = _all(there, _not(ptx.less_unsigned(_ordered_bits(x), least)))
+        weight = arith.select(is_counted, _exponential(x), ptx.f32(0.0))
+        return ptx.add(sums[0], ptx.bool_to_i32(is_counted)), arith.addf(sums[1], weight)
+
+    sums = _each_candidate(candidates, step, (ptx.i32(0), ptx.f32(0.0)))
+    return _over_cta(row, sums, [arith.addi, arith.addf])
+
+
+def _each_logit(row: _Row, step, carry):
+    """carry = step(VALUES logits, carry) over the row; -inf past its end."""
+    width = math.gcd(row.vocab, 4)
+    width = 1 if width == 2 else width
+    loads = VALUES // width
+
+    def several(i, carry):
+        values = []
+        for j in range(loads):
+            number = ptx.mul(ptx.add(ptx.mul(i, THREADS * loads), ptx.i32(THREADS * j), row.thread), width)
+            there = ptx.bool_to_i32(ptx.less(number, ptx.i32(row.vocab)))
+            place = arith.addi(row.logits, arith.muli(ptx.to_i64(number), ptx.i64(4)))
+            values += (
+                ptx.asm_values(_LOAD_FOUR, "=&f,=&f,=&f,=&f,l,r", 4, place, there)
+                if width == 4
+                else [ptx.asm_value(_LOAD, "=&f,l,r", place, there)]
+            )
+        return step(values, carry)
+
+    return _loop(ptx.i32(cdiv(row.vocab, THREADS * VALUES)), carry, several)
+
+
+def _over_cta(row: _Row, values, combine) -> list:
+    """Each of one or two numbers of every thread, combined over the CTA, always in the same order."""
+    values = list(values)
+    for distance in (16, 8, 4, 2, 1):
+        values = [f(x, _of_lane(x, distance)) for f, x in zip(combine, values, strict=True)]
+    of_warps = _exchange(row, values, ptx.bool_to_i32(ptx.equal(row.lane, ptx.i32(0))))
+    return [functools.reduce(f, parts) for f, parts in zip(combine, of_warps, strict=True)]
+
+
+def _exchange(row: _Row, values, is_told) -> list:
+    """Of each number: those of all warps, each told by the lane with `is_told`."""
+    place = ptx.add(row.sums, ptx.mul(row.warp, 4))
+    for i, x in enumerate(values):
+        kind = "f" if _is_float(x) else "r"
+        text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0+{4 * WARPS * i}], $2; }}"
+        ptx.asm(text, f"r,r,{kind}", place, is_told, x)
+    _barrier()
+    told = []
+    for i, x in enumerate(values):
+        kind, parts = "f" if _is_float(x) else "r", []
+        for at in range(4 * WARPS * i, 4 * WARPS * (i + 1), 16):
+            text = f"ld.shared.v4.{'f32' if kind == 'f' else 'b32'} {{$0, $1, $2, $3}}, [$4+{at}];"
+            parts += ptx.asm_values(text, f"={kind},={kind},={kind},={kind},r", 4, row.sums)
+        told.append(parts)
+    _barrier()
+    return told
+
+
+def _bin(x):
+    """The bin of a logit; BINS: below all of them, and what is not a number."""
+    number = _as_word(ptx.fma(x, ptx.f32(-BINS_OF_NAT), ptx.f32(_MAGIC)))
+    return arith.minui(arith.subi(number, ptx.i32(_MAGIC_BITS)), ptx.i32(BINS))
+
+
+def _exponential(x):
+    return ptx.exp2(arith.mulf(x, ptx.f32(_LOG2E)))
+
+
+def _ordered_bits(x):
+    """As in jattn/engine/sampling_floor.py: -0 becomes 0; then the sign, or all bits of a negative one, are flipped."""
+    word = _as_word(arith.addf(x, ptx.f32(0.0)))
+    return arith.xori(word, arith.ori(arith.shrsi(word, ptx.i32(31)), ptx.i32(_SIGN)))
+
+
+def _logit(ordered_bits):
+    """The f32 with these ordered bits."""
+    flipped = arith.xori(arith.shrsi(ordered_bits, ptx.i32(31)), ptx.i32(-1))
+    word = arith.xori(ordered_bits, arith.ori(flipped, ptx.i32(_SIGN)))
+    return ptx.asm_value("mov.b32 $0, $1;", "=f,r", word, pure=True)
+
+
+def _as_word(x):
+    return ptx.asm_value("mov.b32 $0, $1;", "=r,f", x, pure=True)
+
+
+def _to_float(integer):
+    return ptx.asm_value("cvt.rn.f32.s32 $0, $1;", "=f,r", integer, pure=True)
+
+
+def _is_finite(x):
+    """Of a number that is not positive."""
+    return _greater(x, ptx.f32(-math.inf))
+
+
+def _is_between(number, first, last):
+    return _all(_not(ptx.less(number, first)), _not(ptx.less(last, number)))
+
+
+def _greater(a, b):
+    return arith.cmpf(arith.CmpFPredicate.OGT, a, b)
+
+
+def _not(condition):
+    return ptx.equal(ptx.bool_to_i32(condition), ptx.i32(0))
+
+
+def _all(*conditions):
+    return functools.reduce(arith.andi, conditions)
+
+
+def _of_lane(x, distance: int):
+    """The number of the lane (own ^ distance)."""
+    return ptx.shuffle_xor(x, distance) if _is_float(x) else ptx.shuffle_xor_word(x, distance)
+
+
+def _plus_of_lane(x, distance: int, exists):
+    """x + that of the lane `distance` before, where there is one."""
+    kind, plus, zero = ("f", arith.addf, ptx.f32(0.0)) if _is_float(x) else ("r", arith.addi, ptx.i32(0))
+    before = ptx.asm_value(f"shfl.sync.up.b32 $0, $1, {distance}, 0, -1;", f"={kind},{kind}", x)
+    return plus(x, arith.select(exists, before, zero))
+
+
+def _is_float(x) -> bool:
+    return x.type == ir.F32Type.get()
+
+
+def _address_of_shared(address):
+    """The i64 address of a place in SMEM for instructions that take both memories."""
+    text = "{ .reg .b64 t; cvt.u64.u32 t, $1; cvta.shared.u64 $0, t; }"
+    return ptx.asm(text, "=l,r", address, result=ptx.int_type(64), pure=True)
+
+
+def _barrier():
+    ptx.asm("bar.sync 0;", "")
+
+
+def _loop(count, carry, step):
+    """carry = step(i, carry) for i < count."""
+    return utils.fori(count, (carry,))(lambda i, carry: (step(i, *carry),)).results[0]
+
+
+def _while(condition, step, *carry):
+    """carry = step(*carry) as long as condition(*carry) holds, in all threads of the CTA."""
+    loop = scf.WhileOp([x.type for x in carry], list(carry))
+    before, after = (region.blocks.append(*(x.type for x in carry)) for region in (loop.before, loop.after))
+    with ir.InsertionPoint(before):
+        scf.condition(condition(*before.arguments), list(before.arguments))
+    with ir.InsertionPoint(after):
+        scf.yield_(list(step(*after.arguments)))
+    return tuple(loop.results)
+
+
+def _where(condition, compute, otherwise):
+    """compute() where the condition holds, else the values. All threads that wait for each other in it have one."""
+    values, tree = jax.tree.flatten(otherwise)
+    branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
+    with ir.InsertionPoint(branch.then_block):
+        scf.yield_(jax.tree.leaves(compute()))
+    with ir.InsertionPoint(branch.else_block):
+        scf.yield_(values)
+    return jax.tree.unflatten(tree, list(branch.results))

@@ -1,0 +1,135 @@
+"""The launch that finds the floor of top_k and top_p: each thread, on the PTX model, against numpy in float64."""
+
+import contextlib
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks.gpu.lowering import PALLAS_CALL
+from jattn import device
+from jattn.engine import sampling_floor as floors
+from pallas_kernels.gpu import sampling_floor_sm80 as kernel
+from tests.kernels.cpu.test_native_sampling_floor import check, ordered, random_rows
+from tests.kernels.gpu.simt import Arith, Machine, emulated
+from tests.kernels.gpu.test_packed_product import Memory
+
+
+def floor_of(x, top_k, top_p, **sizes) -> np.ndarray:
+    """u32[R] the floors of f32[R vocab], computed thread by thread. sizes: constants of the kernel to replace."""
+    memory, (rows, vocab) = Memory(), x.shape
+    sizes = dict(LISTED=kernel.LISTED) | sizes
+    with mock.patch.multiple(kernel, **sizes):
+        shared = [memory.add(np.full(4 * n, 0xFF, np.uint8)) for n in kernel.shared_words()]
+    given = [memory.add(np.asarray(a)) for a in (x, np.int32(top_k), np.float32(top_p), np.zeros(rows, np.uint32))]
+    machine = memory.machine(kernel.THREADS)
+    every = lambda n, dtype=np.int32: np.full(machine.lane.shape, n, dtype)
+    with _on_the_model(machine), mock.patch.multiple(kernel, **sizes):
+        for row in range(rows):
+            axes = dict(row=every(row), wg=machine.lane // 128)
+            with mock.patch.object(kernel.lax, "axis_index", axes.get):
+                kernel._cta(vocab, [every(a, np.int64) for a in given], *map(every, shared))
+    return machine.memory[given[3] :][: 4 * rows].view(np.uint32)
+
+
+@contextlib.contextmanager
+def _on_the_model(machine: Machine):
+    def loop(count, carry, step):
+        for i in range(np.max(count)):
+            carry = step(np.full(machine.lane.shape, i, np.int32), carry)
+        return carry
+
+    def where(condition, compute, otherwise):
+        if not np.any(condition):
+            return otherwise
+        same = lambda old, new: new.view(old.dtype) if new.dtype.itemsize == old.dtype.itemsize else new
+        return jax.tree.map(lambda new, old: np.where(condition, same(old, new), old), compute(), otherwise)
+
+    def repeat(condition, step, *carry):
+        while np.all(condition(*carry)):
+            carry = step(*carry)
+        return carry
+
+    swaps = dict(
+        _loop=loop, _where=where, _while=repeat, _is_float=lambda x: x.dtype == np.float32,
+        _address_of_shared=lambda place: place.astype(np.int64),
+    )  # fmt: skip
+    with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps):
+        yield
+
+
+@pytest.mark.parametrize("vocab", [1, 33, 1021, 9000])
+def test_the_kept_tokens_are_those_of_the_definition(vocab):
+    x, top_k, top_p = random_rows(vocab, 12, vocab)
+    check(x, top_k, top_p, floor_of(x, top_k, top_p))
+
+
+CUTS = [(0, 0.9), (50, 1.0), (20, 0.8), (3000, 0.5), (0, 0.999), (0, 1.0)]
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
+def test_cuts_of_logits_of_every_spread(scale):
+    x = np.random.default_rng(1).normal(size=(len(CUTS), 4000)).astype(np.float32) * np.float32(scale)
+    x -= x.max(axis=1, keepdims=True)
+    top_k, top_p = zip(*CUTS, strict=True)
+    check(x, top_k, top_p, floor_of(x, top_k, top_p))
+
+
+@pytest.mark.parametrize("most, listed", [(64, 64), (10**6, 4)])
+def test_bins_are_halved_and_a_list_that_is_too_short_is_replaced_by_the_row(most, listed):
+    """The same floors from few candidates, and from the row itself; sums that differ by rounding aside."""
+    x = np.random.default_rng(2).normal(size=(len(CUTS), 3000)).astype(np.float32)
+    x[:, ::3] = np.round(x[:, ::3])
+    x -= x.max(axis=1, keepdims=True)
+    top_k, top_p = zip(*CUTS, strict=True)
+    check(x, top_k, top_p, floor_of(x, top_k, top_p, MOST_CANDIDATES=most, LISTED=listed))
+
+
+def test_rows_that_nobody_draws_from_end():
+    """NaN, infinite numbers and none that is finite: the row's token is BAD_TOKEN, whatever the floor."""
+    x = np.zeros((5, 700), np.float32)
+    x[0, 3], x[1], x[2], x[3, 5], x[4, ::2] = np.nan, -np.inf, np.nan, np.inf, -np.nan
+    floor_of(x, [5, 0, 7, 0, 5], [1.0, 0.9, 0.5, 0.9, 0.5])
+
+
+def test_a_floor_does_not_depend_on_the_other_rows():
+    x, top_k, top_p = random_rows(2000, 6, 3)
+    together = floor_of(x, top_k, top_p)
+    for i in range(len(x)):
+        assert floor_of(x[i : i + 1], top_k[i : i + 1], top_p[i : i + 1]) == together[i]
+
+
+@pytest.mark.parametrize(
+    "generation, version, is_served",
+    [
+        ("sm_90", (0, 10, 2), True), ("sm_80", (0, 12, 0), True), ("sm_120", (0, 12, 0), True),
+        ("sm_80", (0, 11, 2), False), ("sm_75", (0, 12, 0), False), ("", (0, 12, 0), False),
+    ],
+)  # fmt: skip
+def test_chips_that_the_kernel_does_not_serve_bisect(generation, version, is_served, monkeypatch):
+    monkeypatch.setattr(device, "detect", lambda: device.Chip("gpu", generation))
+    monkeypatch.setattr(jax, "__version_info__", version)
+    x = np.zeros((2, 100), np.float32)
+    traced = lambda *args: floors.sampling_floor(*args)  # which no other case has traced
+    jaxpr = str(jax.make_jaxpr(traced)(x, np.int32([1, 2]), np.float32([1, 1])))
+    assert ("platform_index" in jaxpr) == is_served
+
+
+def test_a_draw_on_hopper_has_the_launch(monkeypatch):
+    monkeypatch.setattr(device, "detect", lambda: device.Chip("gpu", "sm_90"))
+    draw = jax.jit(lambda *args: floors.sampling_floor(*args))
+    checks = [jax.export.DisabledSafetyCheck.custom_call(PALLAS_CALL)]
+    args = np.zeros((2, 1000), np.float32), np.int32([1, 2]), np.float32([1, 1])
+    module = jax.export.export(draw, platforms=["cuda"], disabled_checks=checks)(*args).mlir_module()
+    assert PALLAS_CALL in module and "stablehlo.while" not in module
+
+
+def test_the_ordered_bits_of_the_model_are_those_of_the_witness():
+    x = np.float32([-np.inf, -1.5, -1e-40, -0.0, 0.0])
+    machine = Machine(128, 64)
+    with _on_the_model(machine), mock.patch.object(kernel, "arith", Arith):
+        wide = np.resize(x, machine.lane.shape).astype(np.float32)
+        bits = kernel._ordered_bits(wide)
+        assert (bits.view(np.uint32)[: len(x)] == ordered(x)).all()
+        assert (kernel._logit(bits)[: len(x)] == x).all()
