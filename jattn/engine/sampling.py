@@ -10,10 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jattn import device
 from jattn.engine.params import MAX_LOGPROBS
+from jattn.engine.sampling_floor import ordered_bits, sampling_floor
 from jattn.types import AnyArray, pytree
-from pallas_kernels.cpu.native import library, ops
 
 BAD_TOKEN = -1
 """The token of a row whose logits have a NaN or +inf, or no finite number. The row ends; the others continue."""
@@ -25,8 +24,9 @@ STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
 
 
-Distribute = Callable[[jax.Array], jax.Array]
-"""Places an array [R vocab]: each device gets its part of the vocabulary."""
+EachDevice = Callable[..., jax.Array]
+"""Calls a function of rows, its first argument, on each device with a part of the rows of the others. Its result [R] is
+whole on all."""
 
 
 @pytree
@@ -68,21 +68,22 @@ class Sampled:
     top_logprobs: jax.Array  # f32[R MAX_LOGPROBS] their log-probabilities
 
 
-@functools.partial(jax.jit, static_argnames="distribute")  # programs with the same number of rows share one trace
+@functools.partial(jax.jit, static_argnames="each_device")  # programs with the same number of rows share one trace
 def choose(
     logits: jax.Array,
     rows: SamplingRows,
     penalties: Penalties,
     sampled: jax.Array,
     needs_history_or_logprobs: jax.Array,
-    distribute: Distribute | None = None,
+    each_device: EachDevice | None = None,
 ) -> Sampled:
     """One token for each row, from logits f32[R vocab].
 
     sampled: i32[S R], the tokens of the rows since `penalties` were made; negative ones are unused.
     needs_history_or_logprobs: bool[], some row has penalties, or log-probabilities are requested. If it is False, the
     log-probabilities are not computed and are 0.
-    distribute: if each device has a part of the vocabulary. No operation then gathers the logits.
+    each_device: if each device has a part of the vocabulary. No operation then gathers the logits: for a draw devices
+    exchange them, so that each has some rows.
     """
     top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
 
@@ -92,8 +93,8 @@ def choose(
 
     branches = (
         lambda: without_logprobs(_usable(logits, _first_largest(logits))),
-        lambda: without_logprobs(_usable(logits, _drawn(logits, rows, distribute))),
-        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], distribute),
+        lambda: without_logprobs(_usable(logits, _drawn(logits, rows, each_device))),
+        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], each_device),
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
     branch = jnp.where(needs_history_or_logprobs, 2, jnp.any(rows.temperature > 0).astype(jnp.int32))
@@ -101,13 +102,13 @@ def choose(
 
 
 def _with_logprobs(
-    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, distribute: Distribute | None
+    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, each_device: EachDevice | None
 ) -> Sampled:
     raw = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_tokens = most_likely(raw, top, distribute is not None)
+    top_logprobs, top_tokens = most_likely(raw, top, each_device is not None)
     after = penalised(logits, penalties)
     tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0), lambda: _drawn(after, rows, distribute), lambda: _first_largest(after)
+        jnp.any(rows.temperature > 0), lambda: _drawn(after, rows, each_device), lambda: _first_largest(after)
     )
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
     tokens = _usable(after, tokens)
@@ -138,9 +139,9 @@ def _first_largest(x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=by_maximum, default=by_argmax)
 
 
-@functools.partial(jax.jit, static_argnames="distribute")
-def _drawn(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) -> jax.Array:
-    return jnp.where(rows.temperature > 0, _draw(logits, rows, distribute), _first_largest(logits))
+@functools.partial(jax.jit, static_argnames="each_device")
+def _drawn(logits: jax.Array, rows: SamplingRows, each_device: EachDevice | None) -> jax.Array:
+    return _draw(logits, rows) if each_device is None else each_device(_draw, logits, rows)
 
 
 def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
@@ -158,71 +159,26 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
     return logits - penalties.presence[:, None] * (counts > 0)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows, distribute: Distribute | None) -> jax.Array:
+def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
     temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
     below = scaled < jnp.log(rows.min_p)[:, None]
     scaled = jnp.where(below, -jnp.inf, scaled)
     restricted = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows, distribute is not None), lambda: scaled)
+    scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
     keys = jax.vmap(_row_key)(rows.seed, rows.position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-    if distribute is not None:  # on a GPU each device draws for the whole vocabulary, and uses its part
-        noise, scaled = distribute(noise), distribute(scaled)
-    return _first_largest(scaled + noise)
+    return jnp.where(rows.temperature > 0, _first_largest(scaled + noise), _first_largest(logits))
 
 
-def _restrict(scaled: jax.Array, rows: SamplingRows, is_distributed: bool = False) -> jax.Array:
+def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     """-inf for all but the top_k most likely tokens, and of these the fewest that reach top_p. Ties are kept.
 
     scaled: the logits minus their maximum.
     """
-    floor = _floor(scaled, rows.top_k, rows.top_p, is_distributed)
+    floor = sampling_floor(scaled, rows.top_k, rows.top_p)
     return jnp.where(ordered_bits(scaled) >= floor[:, None], scaled, -jnp.inf)
-
-
-def _floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray, is_distributed: bool) -> jax.Array:
-    """u32[R] the ordered bits of the least likely token that is kept. If all are: 0, or those of the least likely one.
-
-    XLA cannot partition the C++ function, and would gather a distributed vocabulary in front of it.
-    """
-    if is_distributed or device.detect().platform != "cpu" or not library.status().available:
-        return _floor_by_bisection(scaled, top_k, top_p)
-    return jax.lax.platform_dependent(scaled, top_k, top_p, cpu=ops.sampling_floor, default=_floor_by_bisection)
-
-
-def _floor_by_bisection(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.Array:
-    """Nothing is sorted: on a GPU a sort of the vocabulary takes longer, and its kernels take a third of the time to
-    compile a dispatch.
-    """
-    keys, weights = ordered_bits(scaled), jnp.exp(scaled)
-    least = lambda t: keys >= t[:, None]
-    keep = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
-    kth = _largest(lambda t: jnp.sum(least(t), axis=-1, dtype=jnp.int32) >= keep, len(keep))
-    ties = keep - jnp.sum(keys > kth[:, None], axis=-1, dtype=jnp.int32)  # of the k-th value, among the first k
-    total = jnp.sum(jnp.where(keys > kth[:, None], weights, 0), axis=-1)
-    total = total + ties * jnp.max(jnp.where(keys == kth[:, None], weights, 0), axis=-1)
-    needed = top_p * total
-    last = _largest(lambda t: jnp.sum(jnp.where(least(t), weights, 0), axis=-1) >= needed, len(keep))
-    floor = jnp.where(top_p < 1, jnp.maximum(kth, last), kth)
-    return jnp.minimum(floor, jnp.max(keys, axis=-1))
-
-
-def ordered_bits(x: jax.Array) -> jax.Array:
-    """u32 in the order of f32 that are not NaN, and equal for equal floats; larger than 0."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _largest(holds: Callable[[jax.Array], jax.Array], rows: int) -> jax.Array:
-    """u32[rows] the largest t with holds(t), bool[rows]: true up to some t, false above; 0 if it is never true."""
-
-    def with_bit(i, t):
-        larger = t | (jnp.uint32(1 << 31) >> jnp.uint32(i))
-        return jnp.where(holds(larger), larger, t)
-
-    return jax.lax.fori_loop(0, 32, with_bit, jnp.zeros(rows, jnp.uint32))
 
 
 def most_likely(logprobs: jax.Array, count: int, is_distributed: bool = False) -> tuple[jax.Array, jax.Array]:

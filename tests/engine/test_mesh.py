@@ -231,8 +231,10 @@ def test_no_weight_and_no_logits_are_gathered(config, quantization):
     served = engine(config, quantization, mesh=mesh(4))
     rows, layers = OPTIONS["max_num_seqs"], len(config.layers)
     found = collectives(served)
-    assert {name for name, _ in found} == {"all-reduce", "all-gather"}
+    assert {name for name, _ in found} == {"all-reduce", "all-gather", "all-to-all"}
     assert max(size for name, size in found if name == "all-gather") <= 4 * rows, "a number of each row and rank"
+    sent = -(-rows // 4) * config.vocab_size // 4  # a rank sends to each its part of that rank's rows
+    assert {size for name, size in found if name == "all-to-all"} == {sent}
     hidden = OPTIONS["max_num_batched_tokens"] * config.hidden_size
     assert sum(size == hidden for _, size in found) == 2 * layers and max(size for _, size in found) == hidden
     wanted = sum(name == "all-reduce" and size == rows * config.hidden_size for name, size in found)

@@ -4,6 +4,7 @@ R-36 (all samples alike) and R-47 (an id past the vocabulary, a fault on NaN, a 
 """
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jattn import models
 from jattn.engine import SamplingParams, sampling
 from jattn.engine.sampling import BAD_TOKEN, choose
 from pallas_kernels.cpu.native import library
@@ -18,6 +20,10 @@ from tests.engine.rows import penalties_of, sampling_rows
 from tests.kernels.cpu.native_setup import needs_library
 
 ALMOST_1 = float(np.nextafter(np.float32(1), np.float32(0)))
+SMALL = dict(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=64, max_position_embeddings=64,
+    rms_norm_eps=1e-5, rope_theta=1e4,
+)  # fmt: skip
 SLACK = 1e-4
 """Of a cumulative probability: float32 sums of a vocabulary differ from float64's by less."""
 
@@ -197,13 +203,13 @@ def test_the_order_of_floats_is_that_of_their_bits():
     assert (np.diff(keys) > 0).all()
 
 
-def restricted(logits, params, is_distributed=False):
+def restricted(logits, params):
     """_restrict of logits f32[R V], compiled anew; and the compiled text."""
     scaled = logits - logits.max(axis=-1, keepdims=True)
     rows = sampling_rows(
         params, [0] * len(params), [0] * len(params), [1] * len(params), [()] * len(params), len(params)
     )
-    compiled = jax.jit(lambda x, rows: sampling._restrict(x, rows, is_distributed)).lower(scaled, rows).compile()
+    compiled = jax.jit(lambda x, rows: sampling._restrict(x, rows)).lower(scaled, rows).compile()
     return np.asarray(compiled(scaled, rows)), compiled.as_text()
 
 
@@ -214,31 +220,33 @@ def test_on_a_cpu_one_call_cuts_and_keeps_what_the_bisection_keeps(monkeypatch):
     params = [SamplingParams(**cut) for cut in CUTS.values()]
     native, text = restricted(logits, params)
     assert "jattn_cpu_sampling_floor" in text and "while" not in text
-    distributed, text = restricted(logits, params, is_distributed=True)
-    assert "jattn_cpu_sampling_floor" not in text and "while" in text
     monkeypatch.setattr(library, "status", lambda: library.LibraryStatus(reason="none"))
     absent, text = restricted(logits, params)
-    assert "jattn_cpu_sampling_floor" not in text
-    np.testing.assert_array_equal(absent, distributed)
+    assert "jattn_cpu_sampling_floor" not in text and "while" in text
     for row, (name, p) in enumerate(zip(CUTS, params, strict=True)):
         if p.top_p != ALMOST_1:  # sums that differ by rounding
             np.testing.assert_array_equal(native[row], absent[row], err_msg=name)
 
 
 @needs_library
-def test_a_vocabulary_of_several_devices_is_cut_where_it_is():
-    """XLA would gather the logits in front of a call that it cannot divide."""
-    devices, params = jax.devices("cpu")[:2], [SamplingParams(top_p=0.9), SamplingParams(top_k=5)]
-    by_vocabulary = NamedSharding(Mesh(np.array(devices), ("vocab",)), PartitionSpec(None, "vocab"))
-    distribute = lambda x: jax.lax.with_sharding_constraint(x, by_vocabulary)
-    logits = np.random.default_rng(0).normal(size=(2, 64)).astype(np.float32) * 3
-    rows = sampling_rows(params, [1, 2], [0, 0], [1, 1], [()] * 2, 2)
-    arguments = rows, penalties_of([], [], [], 2, 4), np.full((1, 2), -1, np.int32), np.bool_(False)
-    placed = jax.device_put(logits, by_vocabulary)
-    compiled = jax.jit(lambda *args: choose(*args, distribute)).lower(placed, *arguments).compile()
-    assert "jattn_cpu_sampling_floor" not in compiled.as_text()
+@pytest.mark.parametrize("num_rows", [1, 2, 7])
+def test_of_a_vocabulary_of_several_devices_each_draws_some_rows(num_rows):
+    """The logits are exchanged: no device has them all, and each cuts its rows by the C++ function."""
+    config = models.config_of(dict(model_type="llama", num_attention_heads=2, num_key_value_heads=2, **SMALL))
+    mesh = models.ModelMesh.of(config, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
+    each = [SamplingParams(top_p=0.9), SamplingParams(top_k=5), SamplingParams(temperature=0), SamplingParams()]
+    params = [each[i % 4] for i in range(num_rows)]
+    logits = np.random.default_rng(0).normal(size=(num_rows, 64)).astype(np.float32) * 3
+    rows = sampling_rows(params, range(num_rows), [0] * num_rows, [1] * num_rows, [()] * num_rows, num_rows)
+    said = np.full((1, num_rows), -1, np.int32)
+    arguments = rows, penalties_of([], [], [], num_rows, 4), said, np.bool_(False)
+    placed = jax.device_put(logits, NamedSharding(mesh.mesh, PartitionSpec(None, mesh.axes)))
+    compiled = jax.jit(lambda *args: choose(*args, mesh.each_rank_of_rows)).lower(placed, *arguments).compile()
+    text = compiled.as_text()
+    assert "jattn_cpu_sampling_floor" in text and "all-to-all" in text
+    gathered = [int(count) for count in re.findall(r"= \w+\[(\d+)[\d,]*\]\S* all-gather", text)]
+    assert all(count <= num_rows + 1 for count in gathered), "one number of each row"
     alone = jax.jit(lambda *args: choose(*args)).lower(logits, *arguments).compile()
-    assert "jattn_cpu_sampling_floor" in alone.as_text()
     assert compiled(placed, *arguments).tokens.tolist() == alone(logits, *arguments).tokens.tolist()
 
 
