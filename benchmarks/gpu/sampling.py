@@ -4,7 +4,8 @@
 
 Rows of `floor` compare the launch with XLA's bisection: `us`, `xla_us`, and `differ`, the most tokens of a row that one
 keeps and the other does not, which sums in another order may bring. Rows of `choose` are of the whole choice of tokens.
-Logits are normal with a spread of 2.2 and 200 likely tokens (`llm`), or with a spread of 1 (`flat`).
+Logits are normal with a spread of 2.2 and 200 likely tokens (`llm`), or with a spread of 1 (`flat`). Nothing is in a
+CUDA graph: of a loop in one, CUPTI counts the kernels once.
 """
 
 import dataclasses
@@ -20,7 +21,6 @@ from jattn.engine.params import SamplingParams
 from jattn.engine.rules import PADDING, penalties, rules_of, rules_of_batch, sampling_rows
 from jattn.engine.sampling import choose
 from jattn.engine.sampling_floor import by_bisection, ordered_bits, sampling_floor
-from jattn.engine.xla_options import CUDA_OPTIONS
 
 SIZES = ((1, 128256), (64, 128256), (256, 128256), (64, 32000), (64, 50257), (64, 262144))  # rows, vocabulary
 CUTS = ((50, 1.0), (0, 0.9), (20, 0.8), (0, 0.99), (0, 0.999), (9000, 1.0))  # top_k, top_p
@@ -53,16 +53,12 @@ class Problem:
         return jnp.asarray(x)
 
 
-def compiled(f, *args):
-    return jax.jit(f).lower(*args).compile(compiler_options=CUDA_OPTIONS)
-
-
 def measure_floor(problem: Problem, top_k: int, top_p: float, timed: bool = True) -> dict:
     """The row of a cut that all rows have."""
     x = problem.logits()
     x -= x.max(axis=-1, keepdims=True)
     given = x, jnp.full(problem.rows, top_k, jnp.int32), jnp.full(problem.rows, top_p, jnp.float32)
-    ours, theirs = compiled(sampling_floor, *given), compiled(by_bisection, *given)
+    ours, theirs = jax.jit(sampling_floor), jax.jit(by_bisection)
     kept = [(ordered_bits(x) >= floor(*given)[:, None]).sum(axis=-1) for floor in (ours, theirs)]
     differ, most = int(abs(kept[0] - kept[1]).max()), int(kept[1].max())
     figures = dict(kept=most, differ=differ, ok=differ <= 1 + most // 1000)
@@ -83,9 +79,8 @@ def measure_choice(problem: Problem, params: SamplingParams) -> dict:
         x, sampling_rows(rules, np.zeros(rows, np.int32), np.full(rows, 9, np.int32)), penalties(rules, history),
         np.full((1, rows), -1, np.int32), np.bool_(needs),
     )  # fmt: skip
-    run = compiled(functools.partial(choose), *given)
-    tokens = np.asarray(run(*given).tokens)
-    us, parts = cupti.micros(run, *given)
+    tokens = np.asarray(choose(*given).tokens)
+    us, parts = cupti.micros(choose, *given)
     print("     ", f"{len(parts)} kernels", parts, flush=True)
     return dict(us=us, ok=bool((tokens >= 0).all() and (tokens < problem.vocab).all()))
 
