@@ -2,8 +2,8 @@
 
 The absorbed form is three custom calls: the products by W_UK and by W_UV, and attention, which reads each cached row
 once for all heads, as key and as value. Sums are float32; what goes from one call to the next is rounded to bfloat16 if
-queries are bfloat16 and the next call multiplies in bfloat16. The materialised form, sparse attention, writes and
-gradients are those of `mla_sdpa`.
+queries are bfloat16 and the next call multiplies in bfloat16. Of the materialised form, attention over packed keys is a
+custom call; keys and values are then rounded likewise. Sparse attention, writes and gradients are those of `mla_sdpa`.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ from jattn.cache.latent import is_wide
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
 from jattn.ops.layer import output_dtype
-from jattn.ops.levels import Level
 from jattn.ops.mla import LatentAttention, MLAMetadata
+from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState
 from jattn.types import Feature
 from pallas_kernels.cpu.native import library, ops
@@ -54,6 +54,57 @@ class NativeLatentAttention(LatentAttention):
         )
         return jax.lax.cond(jnp.any(m.level.batch.query_lens > 0), compute, nothing)
 
+    def prefill_mha(
+        self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None
+    ) -> AttentionState:
+        return _materialised(self, q, cache, m, params, kv_c, k_pe)
+
+    def attend_materialised(
+        self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
+    ) -> AttentionState:
+        spec = self.spec
+        if spec.chunk_size is not None:  # chunks begin at absolute positions; the call's begin at the first key
+            return super().attend_materialised(q, k, v, cache, m, batch, params)
+        if in_bf16 := _multiplies_in_bf16(q, cache):
+            k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
+        config = ops.NativeConfig(
+            scale=spec.scale,
+            kv_dtype=k.dtype.name,
+            out_dtype="float32",
+            soft_cap=spec.logits_soft_cap or 0.0,
+            window_left=spec.window[0],
+            window_right=spec.window[1],
+            isa=self.isa,
+        )
+        q = q if in_bf16 else q.astype(jnp.float32)
+        out, lse = ops.attend(config, q, k, v, _packed_batch(m, batch), alibi_slopes=params.alibi_slopes)
+        return AttentionState(out=out, lse=lse)
+
+
+def _multiplies_in_bf16(q: jax.Array, cache: PagedKV) -> bool:
+    return q.dtype == jnp.bfloat16 and cache.spec.dtype not in ("float32", "float16")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _materialised(latent: NativeLatentAttention, q, cache: PagedKV, m, params: MLAParams, kv_c, k_pe) -> AttentionState:
+    return LatentAttention.prefill_mha(latent, q, cache, m, params, kv_c, k_pe)
+
+
+def _materialised_forward(latent: NativeLatentAttention, *args):
+    return _materialised(latent, *args), args
+
+
+def _materialised_backward(latent: NativeLatentAttention, saved, cotangent):
+    """As _absorbed_backward."""
+    q, cache, m, *others = saved
+    plain = LatentAttention(latent.spec, latent.path)
+    compute = lambda q, cache, *others: plain.prefill_mha(q, cache, m, *others)
+    dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
+    return dq, dcache, None, *dothers
+
+
+_materialised.defvjp(_materialised_forward, _materialised_backward)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
@@ -64,7 +115,6 @@ def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, 
     nope, rope = jnp.split(q, [spec.qk_nope_head_dim], axis=-1)
     absorbed = _per_head_product(nope, params.w_uk, "float32", latent.isa)
     rows = jnp.concatenate([_times(absorbed, kv_c_scale), _times(rope.astype(jnp.float32), k_pe_scale)], axis=-1)
-    in_bf16 = q.dtype == jnp.bfloat16 and stored.dtype not in ("float32", "float16")
     config = ops.NativeConfig(
         scale=spec.scale,
         kv_dtype=stored.dtype,
@@ -80,7 +130,8 @@ def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, 
     k, k_token_scale = cache.k, cache.k_token_scale
     v, v_token_scale = (cache.v, cache.v_token_scale) if is_split else (k, k_token_scale)
     out, lse = ops.attend(
-        config, rows.astype(jnp.bfloat16) if in_bf16 else rows, k, v, _batch(m), k_token_scale=k_token_scale,
+        config, rows.astype(jnp.bfloat16) if _multiplies_in_bf16(q, cache) else rows, k, v, _batch(m),
+        k_token_scale=k_token_scale,
         v_token_scale=v_token_scale, alibi_slopes=params.alibi_slopes, sinks=params.sinks, v_scale=kv_c_scale,
     )  # fmt: skip
     return AttentionState(out=_per_head_product(out, params.w_uv, output_dtype(q.dtype), latent.isa), lse=lse)
@@ -115,19 +166,39 @@ _absorbed.defvjp(_absorbed_forward, _absorbed_backward)
 
 def _batch(m: MLAMetadata) -> ops.NativeBatch:
     """The kernel's batch. A request with query_lens 0 in this level keeps its tokens; kv_lens 0 gives them no keys."""
-    level: Level = m.level
-    batch = level.batch
-    start, seq_lens = jnp.asarray(batch.start), jnp.asarray(batch.seq_lens)
-    causal = jnp.ones(batch.num_reqs, jnp.int32) if m.is_causal else None
-    if batch.rows.causal is not None:
-        causal = jnp.asarray(batch.rows.causal)[jnp.minimum(start, batch.num_tokens - 1)]
+    batch = m.level.batch
+    seq_lens = jnp.asarray(batch.seq_lens)
     return ops.NativeBatch(
-        query_start_loc=jnp.append(start, start[-1] + batch.query_lens[-1]),
+        query_start_loc=_query_start_loc(batch),
         seq_lens=seq_lens,
         kv_lens=jnp.where(batch.query_lens > 0, seq_lens, 0),
-        block_table=jnp.asarray(level.block_table),
-        causal=causal,
+        block_table=jnp.asarray(m.level.block_table),
+        causal=_causal(m, batch),
     )
+
+
+def _packed_batch(m: MLAMetadata, batch: RaggedBatch) -> ops.NativeBatch:
+    """The same of keys packed by request: those of `batch`, of which the first is at position kv_offset."""
+    lengths = jnp.asarray(batch.seq_lens)
+    return ops.NativeBatch(
+        query_start_loc=_query_start_loc(batch),
+        seq_lens=m.level.batch.seq_lens - batch.kv_offset,
+        kv_lens=jnp.where(batch.query_lens > 0, lengths, 0),
+        kv_start=jnp.cumsum(lengths, dtype=jnp.int32) - lengths,
+        causal=_causal(m, batch),
+    )
+
+
+def _query_start_loc(batch: RaggedBatch) -> jax.Array:
+    start = jnp.asarray(batch.start)
+    return jnp.append(start, start[-1] + batch.query_lens[-1])
+
+
+def _causal(m: MLAMetadata, batch: RaggedBatch) -> jax.Array | None:
+    """i32[R]: is each request causal? None: none is."""
+    if batch.rows.causal is not None:
+        return jnp.asarray(batch.rows.causal)[jnp.minimum(jnp.asarray(batch.start), batch.num_tokens - 1)]
+    return jnp.ones(batch.num_reqs, jnp.int32) if m.is_causal else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jattn.ops.keys import KVChunk, PagedKeys
 from jattn.ops.layer import einsum, layer_terms, output_dtype
 from jattn.ops.levels import Level, attend_levels, shared_prefix
 from jattn.ops.listed import attend_listed
+from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.spec import AttentionParams
 from jattn.types import AnyArray, pytree, static
@@ -173,7 +174,7 @@ class LatentAttention:
             assert k_pe is not None
             own = dataclasses.replace(batch, seq_lens=batch.query_lens, kv_offset=batch.seq_lens - batch.query_lens)
             k, v = materialised(batch.cleared(kv_c), batch.cleared(k_pe), params)
-            state = merge(state, attend_packed(self._call(m), q, k, v, own, _attention_params(params)))
+            state = merge(state, self.attend_materialised(q, k, v, cache, m, own, params))
         if spec.has_sinks:
             assert params.sinks is not None
             state = with_sinks(state, params.sinks)
@@ -199,7 +200,7 @@ class LatentAttention:
         The tokens of all requests, packed, are divided into windows of CONTEXT_TOKENS. A window without tokens is
         skipped, so the work is proportional to the number of tokens.
         """
-        spec, batch, call = self.spec, m.level.batch, self._call(m)
+        spec, batch = self.spec, m.level.batch
         table = jnp.asarray(m.block_table)
         ends = jnp.cumsum(read, dtype=jnp.int32)
         starts, total = ends - read, ends[-1]
@@ -213,7 +214,7 @@ class LatentAttention:
             first, last = jnp.clip(starts, low, low + size), jnp.clip(ends, low, low + size)
             here = dataclasses.replace(batch, seq_lens=last - first, kv_offset=batch.kv_offset + first - starts)
             k, v = materialised(*rows, params, _product_dtype(cache, params))
-            return merge(state, attend_packed(call, q, k, v, here, _attention_params(params)))
+            return merge(state, self.attend_materialised(q, k, v, cache, m, here, params))
 
         def step(state, window):
             low = window * size
@@ -224,15 +225,19 @@ class LatentAttention:
         windows = jnp.arange(cdiv(table.size * cache.spec.block_size, size), dtype=jnp.int32)
         return jax.lax.scan(jax.checkpoint(step), nothing, windows)[0]
 
-    def _call(self, m: MLAMetadata) -> AttentionCall:
-        """The call for one part of a merge: float32, and sinks are added after the merge."""
-        return AttentionCall(
+    def attend_materialised(
+        self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
+    ) -> AttentionState:
+        """One part of a merge, in float32 and without sinks: q [T H nope+rope] over the keys k [n H nope+rope] and
+        values v [n H V] of `batch`, packed by request."""
+        call = AttentionCall(
             spec=dataclasses.replace(self.spec.materialised, has_sinks=False),
             is_causal=m.is_causal,
             max_query_len=m.level.max_query_len,
             path=self.path,
             out_dtype="float32",
         )
+        return attend_packed(call, q, k, v, batch, _attention_params(params))
 
 
 def materialised(

@@ -14,10 +14,13 @@ from tests.kernels.cpu.native_setup import needs_library
 from tests.ops.latent import FEATURES, MHA, MQA, OWN, PLAIN, QUERIES, SIZES, SPEC, Case, S, check, normal, run
 from tests.oracle import quant
 
+NATIVE = pytest.param("mla_cpu_native", marks=needs_library)
 
+
+@pytest.mark.parametrize("backend", ["mla_sdpa", NATIVE])
 @pytest.mark.parametrize("reading", [MQA, MHA, OWN, "attend"])
-def test_every_reading_is_the_definition(reading):
-    state = run(PLAIN, reading)
+def test_every_reading_is_the_definition(reading, backend):
+    state = run(Case(backend=backend), reading)
     check(state, PLAIN.wanted())
     assert (np.asarray(state.out)[sum(QUERIES) :] == 0).all()
 
@@ -29,10 +32,50 @@ def test_features_mean_what_they_mean_in_any_attention(name, reading):
     check(run(case, reading), case.wanted())
 
 
+@needs_library
+@pytest.mark.parametrize("sizes", [{}, dict(num_heads=2, kv_lora_rank=32, qk_nope_head_dim=64, v_head_dim=48)])
+@pytest.mark.parametrize(
+    "features",
+    [
+        FEATURES["window, scale"],
+        FEATURES["cap, alibi, window, sinks"],
+        dict(chunk_size=16),
+        dict(sliding_window=(4, 2)),
+    ],
+    ids=["window", "cap, alibi, window, sinks", "chunk", "two sides"],
+)
+def test_the_native_call_materialises_with_every_feature(features, sizes, monkeypatch):
+    """Also of keys that begin after the request's first: cached tokens in windows, and new tokens as given."""
+    if features.get("has_alibi") and sizes:
+        features = {name: x for name, x in features.items() if name not in ("has_alibi", "has_sinks")}  # of 3 heads
+    monkeypatch.setattr("jattn.ops.mla.CONTEXT_TOKENS", 7)
+    case = Case(MLASpec(**SIZES | sizes, **dict(scale=0.21) | features), backend="mla_cpu_native")
+    for reading in (MHA, OWN):
+        check(run(case, reading), case.wanted())
+
+
+@pytest.mark.parametrize("backend", ["mla_sdpa", NATIVE])
 @pytest.mark.parametrize("reading", [MQA, MHA])
-def test_causality_may_differ_from_request_to_request(reading):
+def test_causality_may_differ_from_request_to_request(reading, backend):
     causal = (True, False, True, False, True)
-    check(run(PLAIN, reading, causal=causal), PLAIN.wanted(causal=causal))
+    check(run(Case(backend=backend), reading, causal=causal), PLAIN.wanted(causal=causal))
+
+
+@needs_library
+def test_the_native_call_rounds_materialised_keys_to_bfloat16_with_the_queries():
+    """As a model in bfloat16 has them; float32 queries over the same cache are not rounded."""
+    case = in_bfloat16("mla_cpu_native")
+    exact = dataclasses.replace(case.params, kv_b_proj=np.asarray(case.params.kv_b_proj, np.float32))
+    stored, rounded = run(case, MHA), np.asarray(jnp.asarray(case.q, "bfloat16"))
+    case.__dict__["params"], before = exact, case.params
+    check(stored, case.wanted())
+    case.__dict__.update(q=np.asarray(rounded, np.float32))
+    wanted = case.wanted()
+    case.__dict__.update(q=rounded, params=before)
+    found = run(case, MHA)
+    assert found.out.dtype == jnp.bfloat16
+    error = np.abs(np.asarray(found.out, np.float64) - wanted[0]).max()
+    assert 1e-4 < error < 2.0**-8 * np.abs(wanted[0]).max() * 2
 
 
 @pytest.mark.parametrize(
@@ -129,9 +172,9 @@ def test_cached_tokens_are_materialised_window_by_window(monkeypatch):
     check(run(case, MHA), case.wanted())
 
 
-def in_bfloat16() -> Case:
+def in_bfloat16(backend: str = "mla_sdpa") -> Case:
     """Cached rows and weights in bfloat16; float32 queries."""
-    case = Case(MLASpec(**SIZES, scale=0.25), options=(("dtype", "bfloat16"),))
+    case = Case(MLASpec(**SIZES, scale=0.25), options=(("dtype", "bfloat16"),), backend=backend)
     kv_b_proj = jnp.asarray(case.params.kv_b_proj, "bfloat16")
     case.__dict__["params"] = dataclasses.replace(case.params, kv_b_proj=kv_b_proj)
     case.__dict__["rows"] = tuple(
