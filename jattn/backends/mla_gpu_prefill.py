@@ -1,8 +1,8 @@
 """Long prompts over a latent cache on Hopper: keys and values are projected, then the paged kernel attends to them.
 
     new tokens          their rows are projected into pages of their own; causal; one launch
-    earlier tokens      windows of bounded size, each projected into pages of PAGE and attended to by all queries of
-                        their requests; the states are merged. Their number depends on the batch, inside jit
+    earlier tokens      windows of two sizes, each projected into pages of PAGE and attended to by all queries of
+                        their requests; the states are merged. How many depends on the batch, inside jit
 
 A product's output is a pool as the kernel reads it, [tokens, heads, head_dim]: nothing is transposed. The rotated part
 of a key is a part of the same product, by an identity beside the weights. Keys and values of a long window exceed L2,
@@ -35,7 +35,7 @@ from pallas_kernels.gpu.work_list import TILE_ROWS, build_work_list
 PAGE = 128  # tokens of a page of earlier tokens
 NEW_PAGES = (128, 64, 32, 16)  # tokens of a page of new tokens: the largest of which padding is at most a quarter
 WINDOW_BYTES = 5 << 28  # of projected keys and values: 16384 tokens with 128 heads of 192 and 128
-SMALL_WINDOW = 32  # pages of a smaller window, where all earlier tokens fit in it
+LARGE_WINDOW, SMALL_WINDOW = 128, 32  # pages; a window is projected whole, whatever it holds
 JOINED = True  # the rotated part of a key is a part of the product; False: concatenated
 
 
@@ -137,30 +137,29 @@ def projected_prefill(
     longest = table.shape[1] * cache.spec.block_size
     capacity = lens.shape[0] * cdiv(longest, PAGE)
     width = PAGE * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim) * q.dtype.itemsize
-    large = max(min(WINDOW_BYTES // width, capacity), 1)
+    large = max(min(WINDOW_BYTES // width, LARGE_WINDOW, capacity), 1)
+    small = min(SMALL_WINDOW, large)
     config = projection_config(spec, dtype, PAGE, causal=False, out_dtype="float32", **kind)
 
-    def window(size: int, low) -> AttentionState:
-        pages = pages_of(before, low, size, PAGE, longest)
-        return attend(pages, cached(pages, jnp.zeros_like(before)), None, config)
+    def with_windows(size: int, low, end, state: AttentionState):
+        """(the page after the last window, the state after windows of `size` pages from `low` until `end`)."""
 
-    def windows(state):
-        context = window(large, jnp.int32(0))
-        if capacity > large:
-            step = lambda carry: (carry[0] + large, merge(carry[1], window(large, carry[0])))  # noqa: E731
-            begin = jnp.int32(large), context
-            context = lax.while_loop(lambda carry: carry[0] < total, step, begin)[1]
-        return joined(state, context)
+        def step(carry):
+            low, state = carry
+            pages = pages_of(before, low, size, PAGE, longest)
+            return low + size, merge(state, attend(pages, cached(pages, jnp.zeros_like(before)), None, config))
 
-    def joined(state, context):
-        state = merge(state, context)
+        return lax.while_loop(lambda carry: carry[0] < end, step, (low, state))
+
+    def with_earlier(state: AttentionState) -> AttentionState:
+        """Large windows, until what is left takes at most half of one: that is left to small ones."""
+        begin, state = jnp.int32(0), dataclasses.replace(state, out=state.out.astype(jnp.float32))
+        if small < large:
+            begin, state = with_windows(large, begin, total - large // 2, state)
+        _, state = with_windows(small, begin, total, state)
         return dataclasses.replace(state, out=state.out.astype(q.dtype))
 
-    branches = [lambda state: state, lambda state: joined(state, window(SMALL_WINDOW, jnp.int32(0))), windows]
-    which = (total > 0).astype(jnp.int32) + (total > SMALL_WINDOW)
-    if large <= SMALL_WINDOW:
-        branches, which = [branches[0], windows], total > 0
-    return lax.switch(which.astype(jnp.int32), branches, first)
+    return lax.cond(total > 0, with_earlier, lambda state: state, first)
 
 
 def _weights(spec: MLASpec, params: MLAParams, dtype) -> tuple[jax.Array, jax.Array]:

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,8 +19,9 @@ SPEC = MLASpec(num_heads=4, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_
 QUERIES, TOTALS = (30, 1, 0, 12, 9, 20), (700, 400, 5, 12, 300, 28)
 CASES = {  # cache pages, bytes of a window, pages of a small one, the rotated part by the product, rows of new tokens
     "one window": (16, 2**30, 32, True, False),
-    "small windows after large ones": (64, 400_000, 1, True, False),
-    "concatenated, new rows given": (16, 400_000, 2, False, True),
+    "small windows after large ones": (64, 700_000, 1, True, False),
+    "small windows only": (64, 2**30, 2, True, False),
+    "concatenated, new rows given": (16, 700_000, 2, False, True),
 }
 
 
@@ -63,3 +65,25 @@ def test_a_long_prompt_is_attention_by_its_definition(name):
     np.testing.assert_allclose(out[:count], want, atol=2e-2)
     np.testing.assert_allclose(lse[:count], want_lse, atol=2e-2)
     assert state.out.dtype == q.dtype and (out[count:] == 0).all() and np.isneginf(lse[count:]).all()
+
+
+@pytest.mark.parametrize("earlier, projected", [(0, 0), (1, 2), (5, 6), (8, 8), (9, 16), (17, 18), (37, 38), (41, 48)])
+def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
+    """Pages of a table with room for many more, as an engine's has. A large window has 16 pages, a small one 2."""
+    size, queries, seen = mla_gpu_prefill.PAGE, 20, []
+    plain = MLAAttention(SPEC, mla_cache_spec(SPEC, 200, size), "mla_sdpa")
+    params = plain.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 4, 80)))
+    meta = jattn.CommonAttentionMetadata.from_lengths([queries], [queries + earlier * size], np.arange(200)[None], size)
+    project = mla_gpu_prefill._project
+
+    def counted(spec, rows, weights):
+        jax.debug.callback(lambda: seen.append(rows.shape[0]))
+        return project(spec, rows, weights)
+
+    patches = dict(LARGE_WINDOW=16, SMALL_WINDOW=2, _project=counted)
+    q = jnp.zeros((queries, 4, 96), jnp.bfloat16)
+    with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
+        state = projected_prefill(plain.impl._latent, q, plain.empty_cache(), plain.build(meta), params)
+        jax.block_until_ready(state)
+        jax.effects_barrier()
+    assert sum(rows for rows in seen if rows >= size) == projected * size, "new tokens have small pages of their own"
