@@ -146,8 +146,9 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
     found |= {"control race": faults.race, "control bounds": faults.bounds}
     found |= {f"many_rows {'gated' if g else 'joined'}": functools.partial(product_of_many_rows, g) for g in (0, 1)}
     found |= {f"experts {tokens}": functools.partial(product_of_experts, tokens) for tokens in (9, 600)}
-    for top_k, top_p in ((20, 0.8), (0, 0.9), (0, 0.999), (9000, 1.0)):  # two more passes; the row instead of lists
-        problem, name = sampling.Problem(3, 40001), f"sampling_floor {top_k} {top_p}"
+    # Both cuts; one, by single loads; more passes to halve the range; the row instead of lists.
+    for vocab, top_k, top_p in ((40000, 20, 0.8), (40001, 0, 0.9), (40000, 0, 0.999), (40000, 9000, 1.0)):
+        problem, name = sampling.Problem(3, vocab), f"sampling_floor {top_k} {top_p}"
         found[name] = functools.partial(sampling.measure_floor, problem, top_k, top_p, timed=False)
     found["layer_tail"] = functools.partial(tail, (1024, 1024, 2048, (1024, 256, 256)), in_pairs=False)
     return found | {"tail_pairs": functools.partial(tail, (2048, 512, 1792, (512, 128, 128)), in_pairs=True)}

@@ -7,7 +7,6 @@ custom call; keys and values are then rounded likewise. Sparse attention, writes
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ class CpuMLAMetadataBuilder(MLAMetadataBuilder):
 
 @dataclasses.dataclass(frozen=True)
 class NativeLatentAttention(LatentAttention):
-    """The absorbed form by the native kernel."""
+    """The absorbed form, and attention over materialised keys, by the C++ calls."""
 
     isa: str = "auto"  # or the name of an instruction set: see pallas_kernels.cpu.native.library.status
 
@@ -62,51 +61,56 @@ class NativeLatentAttention(LatentAttention):
     def attend_materialised(
         self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
     ) -> AttentionState:
-        spec = self.spec
-        if spec.chunk_size is not None:  # chunks begin at absolute positions; the call's begin at the first key
+        """By the call for packed keys, unless there are chunks: those begin at absolute positions, and the call counts
+        positions from the first key. Keys and values, new ones too, are rounded as the absorbed form rounds rows."""
+        if self.spec.chunk_size is not None:
             return super().attend_materialised(q, k, v, cache, m, batch, params)
-        if in_bf16 := _multiplies_in_bf16(q, cache):
-            k, v = k.astype(jnp.bfloat16), v.astype(jnp.bfloat16)
-        config = ops.NativeConfig(
-            scale=spec.scale,
-            kv_dtype=k.dtype.name,
-            out_dtype="float32",
-            soft_cap=spec.logits_soft_cap or 0.0,
-            window_left=spec.window[0],
-            window_right=spec.window[1],
-            isa=self.isa,
-        )
-        q = q if in_bf16 else q.astype(jnp.float32)
-        out, lse = ops.attend(config, q, k, v, _packed_batch(m, batch), alibi_slopes=params.alibi_slopes)
+        dtype = jnp.bfloat16 if _multiplies_in_bf16(q, cache) else jnp.float32
+        k, v = k.astype(dtype), v.astype(dtype)
+        config = _config(self, kv_dtype=k.dtype.name, out_dtype="float32")
+        out, lse = ops.attend(config, q.astype(dtype), k, v, _packed_batch(m, batch), alibi_slopes=params.alibi_slopes)
         return AttentionState(out=out, lse=lse)
+
+
+def _config(latent: NativeLatentAttention, **others) -> ops.NativeConfig:
+    spec = latent.spec
+    return ops.NativeConfig(
+        scale=spec.scale, soft_cap=spec.logits_soft_cap or 0.0, window_left=spec.window[0],
+        window_right=spec.window[1], isa=latent.isa, **others,
+    )  # fmt: skip
 
 
 def _multiplies_in_bf16(q: jax.Array, cache: PagedKV) -> bool:
     return q.dtype == jnp.bfloat16 and cache.spec.dtype not in ("float32", "float16")
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_plain_gradient(method: str):
+    """Decorator of (latent, q, cache, m, params, ..): its gradient is that of the method of LatentAttention."""
+
+    def decorated(function):
+        call = jax.custom_vjp(function, nondiff_argnums=(0,))
+
+        def backward(latent: NativeLatentAttention, saved, cotangent):
+            q, cache, m, *others = saved
+            plain = LatentAttention(latent.spec, latent.path)
+            compute = lambda q, cache, *others: getattr(plain, method)(q, cache, m, *others)
+            dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
+            return dq, dcache, None, *dothers
+
+        call.defvjp(lambda latent, *args: (function(latent, *args), args), backward)
+        return call
+
+    return decorated
+
+
+@_with_plain_gradient("prefill_mha")
 def _materialised(latent: NativeLatentAttention, q, cache: PagedKV, m, params: MLAParams, kv_c, k_pe) -> AttentionState:
-    return LatentAttention.prefill_mha(latent, q, cache, m, params, kv_c, k_pe)
+    return LatentAttention.prefill_mha(
+        latent, q, cache, m, params, kv_c, k_pe
+    )  # which calls latent.attend_materialised
 
 
-def _materialised_forward(latent: NativeLatentAttention, *args):
-    return _materialised(latent, *args), args
-
-
-def _materialised_backward(latent: NativeLatentAttention, saved, cotangent):
-    """As _absorbed_backward."""
-    q, cache, m, *others = saved
-    plain = LatentAttention(latent.spec, latent.path)
-    compute = lambda q, cache, *others: plain.prefill_mha(q, cache, m, *others)
-    dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
-    return dq, dcache, None, *dothers
-
-
-_materialised.defvjp(_materialised_forward, _materialised_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@_with_plain_gradient("forward_mqa")
 def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
     spec, stored, params = latent.spec, cache.spec, absorb(latent.spec, params)
     is_split = not is_wide(spec, stored)
@@ -115,18 +119,11 @@ def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, 
     nope, rope = jnp.split(q, [spec.qk_nope_head_dim], axis=-1)
     absorbed = _per_head_product(nope, params.w_uk, "float32", latent.isa)
     rows = jnp.concatenate([_times(absorbed, kv_c_scale), _times(rope.astype(jnp.float32), k_pe_scale)], axis=-1)
-    config = ops.NativeConfig(
-        scale=spec.scale,
-        kv_dtype=stored.dtype,
+    config = _config(
+        latent, kv_dtype=stored.dtype, latent_dim=spec.kv_lora_rank, chunk_size=spec.chunk_size or 0,
         out_dtype="bfloat16" if q.dtype == params.w_uv.dtype == jnp.bfloat16 else "float32",
-        soft_cap=spec.logits_soft_cap or 0.0,
-        window_left=spec.window[0],
-        window_right=spec.window[1],
-        chunk_size=spec.chunk_size or 0,
-        latent_dim=spec.kv_lora_rank,
         heads_first=stored.physical_layout == "HND",
-        isa=latent.isa,
-    )
+    )  # fmt: skip
     k, k_token_scale = cache.k, cache.k_token_scale
     v, v_token_scale = (cache.v, cache.v_token_scale) if is_split else (k, k_token_scale)
     out, lse = ops.attend(
@@ -148,22 +145,6 @@ def _times(x: jax.Array, scale: jax.Array | None) -> jax.Array:
     return x if scale is None else x * scale.reshape(())
 
 
-def _absorbed_forward(latent: NativeLatentAttention, *args):
-    return _absorbed(latent, *args), args
-
-
-def _absorbed_backward(latent: NativeLatentAttention, saved, cotangent):
-    """The gradient of the plain computation, which runs again."""
-    q, cache, m, params = saved
-    plain = LatentAttention(latent.spec, latent.path)
-    _, pullback = jax.vjp(lambda q, cache, params: plain.forward_mqa(q, cache, m, params), q, cache, params)
-    dq, dcache, dparams = pullback(cotangent)
-    return dq, dcache, None, dparams
-
-
-_absorbed.defvjp(_absorbed_forward, _absorbed_backward)
-
-
 def _batch(m: MLAMetadata) -> ops.NativeBatch:
     """The kernel's batch. A request with query_lens 0 in this level keeps its tokens; kv_lens 0 gives them no keys."""
     batch = m.level.batch
@@ -178,7 +159,8 @@ def _batch(m: MLAMetadata) -> ops.NativeBatch:
 
 
 def _packed_batch(m: MLAMetadata, batch: RaggedBatch) -> ops.NativeBatch:
-    """The same of keys packed by request: those of `batch`, of which the first is at position kv_offset."""
+    """The same of keys packed by request, those of `batch`. Positions count from a request's first key, which is at
+    kv_offset: seq_lens may be negative for a request without queries, which has no keys here."""
     lengths = jnp.asarray(batch.seq_lens)
     return ops.NativeBatch(
         query_start_loc=_query_start_loc(batch),
@@ -195,7 +177,7 @@ def _query_start_loc(batch: RaggedBatch) -> jax.Array:
 
 
 def _causal(m: MLAMetadata, batch: RaggedBatch) -> jax.Array | None:
-    """i32[R]: is each request causal? None: none is."""
+    """i32[R] or bool[R]: 1 for a causal request. None: none is."""
     if batch.rows.causal is not None:
         return jnp.asarray(batch.rows.causal)[jnp.minimum(jnp.asarray(batch.start), batch.num_tokens - 1)]
     return jnp.ones(batch.num_reqs, jnp.int32) if m.is_causal else None
@@ -203,7 +185,7 @@ def _causal(m: MLAMetadata, batch: RaggedBatch) -> jax.Array | None:
 
 @dataclasses.dataclass(frozen=True)
 class CpuMLAImpl(MLAImpl):
-    """MLAImpl with the native kernel for the absorbed form."""
+    """MLAImpl with NativeLatentAttention."""
 
     isa: str = "auto"  # see NativeLatentAttention
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jattn.engine.packing import Packed, PackedTree
 from jattn.engine.params import MAX_LOGPROBS
-from jattn.engine.sampling import BAD_TOKEN, EachDevice, Penalties, Sampled, SamplingRows, choose
+from jattn.engine.sampling import BAD_TOKEN, MapRows, Penalties, Sampled, SamplingRows, choose
 from jattn.engine.xla_options import PlatformJit
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
@@ -73,9 +73,9 @@ class Model:
         return self.model_mesh is not None and self.model_mesh.experts_over_data
 
     @property
-    def each_device(self) -> EachDevice | None:
-        """Calls a function of rows on each device with some of them; None without a mesh."""
-        return None if self.model_mesh is None else self.model_mesh.each_rank_of_rows
+    def map_rows(self) -> MapRows | None:
+        """Computes some rows of a function on each device; None without a mesh."""
+        return None if self.model_mesh is None else self.model_mesh.map_rows
 
     def replicated(self, tree):
         """The same arrays; with a mesh, whole on each of its devices."""
@@ -176,7 +176,7 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
         caches, logits = model.last_logits(params, caches, state.token_ids, state.metas)
         now = dataclasses.replace(rows, position=rows.position + state.step)
         known = jnp.concatenate([recent, state.sampled.tokens])
-        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs, model.each_device)
+        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs, model.map_rows)
         chosen = new.tokens
         new = dataclasses.replace(new, tokens=jnp.where(state.alive, chosen, NOT_SAMPLED))
         put = lambda all_steps, row: jax.lax.dynamic_update_index_in_dim(all_steps, row, state.step, 0)

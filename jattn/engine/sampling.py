@@ -24,9 +24,8 @@ STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
 
 
-EachDevice = Callable[..., jax.Array]
-"""Calls a function of rows, its first argument, on each device with a part of the rows of the others. Its result [R] is
-whole on all."""
+MapRows = Callable[..., jax.Array]
+"""(function, logits [R vocab], rules) -> function(logits, rules) [R], of which each device computes some rows."""
 
 
 @pytree
@@ -68,21 +67,21 @@ class Sampled:
     top_logprobs: jax.Array  # f32[R MAX_LOGPROBS] their log-probabilities
 
 
-@functools.partial(jax.jit, static_argnames="each_device")  # programs with the same number of rows share one trace
+@functools.partial(jax.jit, static_argnames="map_rows")  # programs with the same number of rows share one trace
 def choose(
     logits: jax.Array,
     rows: SamplingRows,
     penalties: Penalties,
     sampled: jax.Array,
     needs_history_or_logprobs: jax.Array,
-    each_device: EachDevice | None = None,
+    map_rows: MapRows | None = None,
 ) -> Sampled:
     """One token for each row, from logits f32[R vocab].
 
     sampled: i32[S R], the tokens of the rows since `penalties` were made; negative ones are unused.
     needs_history_or_logprobs: bool[], some row has penalties, or log-probabilities are requested. If it is False, the
     log-probabilities are not computed and are 0.
-    each_device: if each device has a part of the vocabulary. No operation then gathers the logits: for a draw devices
+    map_rows: if each device has a part of the vocabulary. No operation then gathers the logits: for a draw devices
     exchange them, so that each has some rows.
     """
     top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
@@ -93,8 +92,8 @@ def choose(
 
     branches = (
         lambda: without_logprobs(_usable(logits, _first_largest(logits))),
-        lambda: without_logprobs(_usable(logits, _drawn(logits, rows, each_device))),
-        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], each_device),
+        lambda: without_logprobs(_usable(logits, _sampled(logits, rows, map_rows))),
+        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], map_rows),
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
     branch = jnp.where(needs_history_or_logprobs, 2, jnp.any(rows.temperature > 0).astype(jnp.int32))
@@ -102,13 +101,13 @@ def choose(
 
 
 def _with_logprobs(
-    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, each_device: EachDevice | None
+    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, map_rows: MapRows | None
 ) -> Sampled:
     raw = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_tokens = most_likely(raw, top, each_device is not None)
+    top_logprobs, top_tokens = most_likely(raw, top, map_rows is not None)
     after = penalised(logits, penalties)
     tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0), lambda: _drawn(after, rows, each_device), lambda: _first_largest(after)
+        jnp.any(rows.temperature > 0), lambda: _sampled(after, rows, map_rows), lambda: _first_largest(after)
     )
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
     tokens = _usable(after, tokens)
@@ -139,9 +138,10 @@ def _first_largest(x: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(x, cpu=by_maximum, default=by_argmax)
 
 
-@functools.partial(jax.jit, static_argnames="each_device")
-def _drawn(logits: jax.Array, rows: SamplingRows, each_device: EachDevice | None) -> jax.Array:
-    return _draw(logits, rows) if each_device is None else each_device(_draw, logits, rows)
+@functools.partial(jax.jit, static_argnames="map_rows")  # two branches of `choose` share one trace
+def _sampled(logits: jax.Array, rows: SamplingRows, map_rows: MapRows | None) -> jax.Array:
+    """i32[R] a token drawn for each row; for a greedy row the likeliest."""
+    return _sample(logits, rows) if map_rows is None else map_rows(_sample, logits, rows)
 
 
 def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
@@ -159,7 +159,7 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
     return logits - penalties.presence[:, None] * (counts > 0)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
     temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
@@ -173,10 +173,7 @@ def _draw(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
-    """-inf for all but the top_k most likely tokens, and of these the fewest that reach top_p. Ties are kept.
-
-    scaled: the logits minus their maximum.
-    """
+    """-inf for all tokens below the sampling_floor. scaled: the logits minus their maximum."""
     floor = sampling_floor(scaled, rows.top_k, rows.top_p)
     return jnp.where(ordered_bits(scaled) >= floor[:, None], scaled, -jnp.inf)
 

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
+from jattn.backends.gpu_kernel import WARPS_SINCE
 from jattn.types import AnyArray
 from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import sampling_floor_sm80 as gpu
-
-WARPS_SINCE = (0, 12)  # the version of JAX that lowers Mosaic GPU kernels for chips other than sm_90
+from pallas_kernels.gpu.config_sm80 import CHIPS
 
 
 def sampling_floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.Array:
@@ -21,30 +21,30 @@ def sampling_floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.A
     """
     if device.detect().platform == "cpu" and library.status().available:
         return jax.lax.platform_dependent(scaled, top_k, top_p, cpu=ops.sampling_floor, default=by_bisection)
-    if _is_served_by_kernel(scaled):
+    if _has_kernel():
         return jax.lax.platform_dependent(scaled, top_k, top_p, cuda=gpu.sampling_floor, default=by_bisection)
     return by_bisection(scaled, top_k, top_p)
 
 
-def _is_served_by_kernel(scaled: jax.Array) -> bool:
-    chip = device.detect()
-    has_warps = jax.__version_info__ >= WARPS_SINCE and chip.compute_capability >= gpu.LEAST_CAPABILITY
-    return chip.generation == "sm_90" or has_warps
+def _has_kernel() -> bool:
+    generation = device.detect().generation
+    return generation == "sm_90" or (generation in CHIPS and jax.__version_info__ >= WARPS_SINCE)
 
 
 def by_bisection(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.Array:
-    """Nothing is sorted: on a GPU a sort of the vocabulary takes longer, and its kernels take a third of the time to
-    compile a dispatch.
+    """The same, bit by bit: each bit is a pass over all logits, first for top_k, then for top_p.
+
+    On a GPU a sort of the vocabulary takes longer, and to compile a sort takes a third of the time of a dispatch.
     """
     keys, weights = ordered_bits(scaled), jnp.exp(scaled)
-    least = lambda t: keys >= t[:, None]
-    keep = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
-    kth = _largest(lambda t: jnp.sum(least(t), axis=-1, dtype=jnp.int32) >= keep, len(keep))
-    ties = keep - jnp.sum(keys > kth[:, None], axis=-1, dtype=jnp.int32)  # of the k-th value, among the first k
+    at_least = lambda t: keys >= t[:, None]
+    count = jnp.where(top_k > 0, jnp.minimum(top_k, scaled.shape[-1]), scaled.shape[-1])
+    kth = _largest(lambda t: jnp.sum(at_least(t), axis=-1, dtype=jnp.int32) >= count, len(count))
+    ties = count - jnp.sum(keys > kth[:, None], axis=-1, dtype=jnp.int32)  # of the k-th value, among the first k
     total = jnp.sum(jnp.where(keys > kth[:, None], weights, 0), axis=-1)
     total = total + ties * jnp.max(jnp.where(keys == kth[:, None], weights, 0), axis=-1)
     needed = top_p * total
-    last = _largest(lambda t: jnp.sum(jnp.where(least(t), weights, 0), axis=-1) >= needed, len(keep))
+    last = _largest(lambda t: jnp.sum(jnp.where(at_least(t), weights, 0), axis=-1) >= needed, len(count))
     floor = jnp.where(top_p < 1, jnp.maximum(kth, last), kth)
     return jnp.minimum(floor, jnp.max(keys, axis=-1))
 

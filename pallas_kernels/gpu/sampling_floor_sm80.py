@@ -1,14 +1,15 @@
 """The least likely token that top_k and top_p keep, of each row of logits: one CTA for a row, which it reads twice.
 
-    1  a histogram of the logits, in bins of 1 / 256 below the largest, tells the bins first .. last that have the floor
-    2  the logits of these bins are listed, a list for each warp; those before `first` are added up: their exponentials
+    1  a histogram of the logits, in bins of 1 / 256 from the largest on, tells the bins first .. last that may have it
+    2  the logits of these bins are listed, a list for each warp; the exponentials of those before `first` are added up
     3  the floor is found among the listed by bisection of their bits
 
-For top_k, `first` is 0: all that it keeps are listed, and top_p chooses among them. For top_p alone, bins with too many
-logits are halved before step 2, which reads the row once more for each time. If a warp's list is too short all the
-same, step 3 reads the row instead, once for each bit.
+For top_k, `first` is 0: all that it keeps are listed, and top_p chooses among them. For top_p alone, the range first ..
+last is halved before step 2 as long as it has too many logits; each time reads the row once more. If a warp's list is
+too short all the same, as for a top_k of many thousands, step 3 reads the row instead, once for each bit.
 
-A sum's order depends on the size of the row only, so that a row's floor depends neither on other rows nor on the run.
+The order of every sum of floats depends on the row and its cuts only, so that a row's floor depends neither on other
+rows nor on the run. Counts in bins are integers: the order of their atomic additions does not matter.
 """
 
 import dataclasses
@@ -27,16 +28,16 @@ from jax.experimental.mosaic.gpu import utils
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
-LEAST_CAPABILITY = 80
-WARPGROUPS, THREADS, WARPS = 4, 512, 16
-VALUES, VALUES_SEARCHED = 16, 8  # logits of a thread in flight
-BINS, BINS_OF_NAT = 8192, 256  # a range of 32: what lies below it has 1e-14 of the largest exponential
-HALF_BIN = 1.0025  # a little more than exp(0.5 / BINS_OF_NAT): sums of bins are rounded
+WARPGROUPS = 4
+WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
+VALUES, VALUES_SEARCHED = 16, 8  # loads that a thread issues before it uses the first: of the row, of the candidates
+BINS, BINS_PER_NAT = 8192, 256  # a range of 32: what lies below it has 1e-14 of the largest exponential
+HALF_BIN = 1.0025  # at least exp(0.5 / BINS_PER_NAT) = 1.00196 and the rounding of sums over bins
 LISTED = 512  # logits of a warp's list at most
-MOST_CANDIDATES = WARPS * LISTED // 2  # warps do not have equally many
+MOST_CANDIDATES = WARPS * LISTED // 2  # of all lists: warps do not have equally many
 _BINS_OF_THREAD = BINS // THREADS
 _LOG2E = math.log2(math.e)
-_MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # from here on the last bit of a float32 is 1
+_MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 plus 2**23 has been rounded to an integer, in its low bits
 _SIGN = -(2**31)  # the bit, as i32
 _STORE_WORD = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
 _STORE_LISTED = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.f32 [$0], $2; }"
@@ -50,16 +51,19 @@ _COUNT = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p red.shared.add.u32 [$0], 1; }
 
 
 def sampling_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """u32[R] the ordered bits of the least likely token that is kept; 0 if all are. See jattn/engine/sampling_floor.py.
+    """u32[R] the least likely token that is kept, as ordered bits; 0 if neither cut applies.
 
-    scaled f32[R, vocab]: logits minus their maximum. top_k i32[R]: 0 or less, or vocab or more: off. top_p f32[R]: 1
-    or more: off.
+    Ordered bits are those of a float32 that is not negative with the first one set, or all bits of another inverted.
+    Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
+    scaled f32[R, vocab]: logits minus their maximum. top_k [R]: 0 or less, or vocab or more: off. top_p [R]: 1 or more:
+    off.
     """
     rows, vocab = scaled.shape
+    scaled, top_k, top_p = scaled.astype(jnp.float32), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32)
 
     def sampling_floor(*refs):  # the kernel's name in a profile
         shapes = [plgpu.SMEM((words,), jnp.int32) for words in shared_words()]
-        pl.run_scoped(functools.partial(_cta, vocab, refs), *shapes, collective_axes="wg")
+        pl.run_scoped(functools.partial(_warpgroup, vocab, refs), *shapes, collective_axes="wg")
 
     mesh = plgpu.Mesh(grid=(rows,), grid_names=("row",), num_threads=WARPGROUPS, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -72,7 +76,7 @@ def shared_words() -> tuple[int, ...]:
     return BINS, WARPS * LISTED, 2 * WARPS
 
 
-def _cta(vocab: int, refs, *shared):
+def _warpgroup(vocab: int, refs, *shared):
     """One warpgroup of a row's CTA."""
 
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(refs) + len(shared)), ptx.SCALAR, ptx.SCALAR))
@@ -93,9 +97,9 @@ class _Row:
 
     vocab: int
     logits: object
-    top_k: object
-    top_p: object
-    floor: object
+    top_k_at: object
+    top_p_at: object
+    floor_at: object
     bins: object  # i32[BINS]
     lists: object  # f32[WARPS, LISTED]
     sums: object  # [2, WARPS]
@@ -111,13 +115,13 @@ class _Row:
 
 
 def _store_floor(row: _Row):
-    top_k = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", row.top_k)
-    top_p = ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", row.top_p)
+    top_k = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", row.top_k_at)
+    top_p = ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", row.top_p_at)
     has_top_k = arith.andi(ptx.less(ptx.i32(0), top_k), ptx.less(top_k, ptx.i32(row.vocab)))
     has_top_p = _greater(ptx.f32(1.0), top_p)
     compute = lambda: _floor(row, top_k, has_top_k, top_p, has_top_p)
     floor = _where(arith.ori(has_top_k, has_top_p), compute, ptx.i32(0))
-    ptx.asm(_STORE_WORD, "l,r,r", row.floor, ptx.bool_to_i32(ptx.equal(row.thread, ptx.i32(0))), floor)
+    ptx.asm(_STORE_WORD, "l,r,r", row.floor_at, ptx.bool_to_i32(ptx.equal(row.thread, ptx.i32(0))), floor)
 
 
 def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
@@ -167,24 +171,39 @@ def _bins_of_floor(row: _Row, top_k, has_top_k, needed):
     needed: of the sum of exponentials. That of a bin is known but for a factor of HALF_BIN. What lies below all bins
     does not matter to a top_p below 1.
     """
-    counts = _counts_of_bins(row)
-    number = ptx.mul(row.thread, _BINS_OF_THREAD)
-    weight = _exponential(arith.mulf(_to_float(number), ptx.f32(-1 / BINS_OF_NAT)))
-    factors = [ptx.f32(math.exp(-i / BINS_OF_NAT)) for i in range(_BINS_OF_THREAD)]
-    masses = [arith.mulf(arith.mulf(_to_float(n), weight), f) for n, f in zip(counts, factors, strict=True)]
-    count, mass = _sums_before(row, functools.reduce(arith.addi, counts), functools.reduce(arith.addf, masses))
     low, high = (arith.mulf(needed, ptx.f32(x)) for x in (1 / HALF_BIN, HALF_BIN))
-    passed = [ptx.i32(0)] * 3  # bins at whose end the sums are still too small
-    for n, m in zip(counts, masses, strict=True):
-        count, mass = ptx.add(count, n), arith.addf(mass, m)
-        missing = ptx.less(count, top_k), _greater(low, mass), _greater(high, mass)
-        passed = [ptx.add(p, ptx.bool_to_i32(is_missing)) for p, is_missing in zip(passed, missing, strict=True)]
-    is_mine = [ptx.less(p, ptx.i32(_BINS_OF_THREAD)) for p in passed]
-    found = [arith.select(mine, ptx.add(number, p), ptx.i32(BINS)) for mine, p in zip(is_mine, passed, strict=True)]
+    misses = (
+        lambda count, mass: ptx.less(count, top_k),
+        lambda count, mass: _greater(low, mass),
+        lambda count, mass: _greater(high, mass),
+    )
+    short = [ptx.i32(0)] * 3  # of the thread's bins: those at whose end a sum is still too small
+    for count, mass in _sums_of_bins(row):
+        now = [ptx.bool_to_i32(is_missed(count, mass)) for is_missed in misses]
+        short = [ptx.add(x, y) for x, y in zip(short, now, strict=True)]
+    # A thread whose last bin is still short answers BINS: the least answer is the bin.
+    is_mine = [ptx.less(x, ptx.i32(_BINS_OF_THREAD)) for x in short]
+    number = ptx.mul(row.thread, _BINS_OF_THREAD)
+    found = [arith.select(mine, ptx.add(number, x), ptx.i32(BINS)) for mine, x in zip(is_mine, short, strict=True)]
     of_top_k, first = _over_cta(row, found[:2], [arith.minsi] * 2)
     (last,) = _over_cta(row, found[2:], [arith.minsi])
     last = arith.minsi(last, ptx.i32(BINS - 1))
     return arith.select(has_top_k, ptx.i32(0), first), arith.select(has_top_k, of_top_k, last)
+
+
+def _sums_of_bins(row: _Row) -> list:
+    """For each of the thread's bins: how many logits it and the bins before have, and about their exponentials' sum."""
+    counts = _counts_of_bins(row)
+    number = ptx.mul(row.thread, _BINS_OF_THREAD)
+    weight = _exponential(arith.mulf(_to_float(number), ptx.f32(-1 / BINS_PER_NAT)))
+    factors = [ptx.f32(math.exp(-i / BINS_PER_NAT)) for i in range(_BINS_OF_THREAD)]
+    masses = [arith.mulf(arith.mulf(_to_float(n), weight), f) for n, f in zip(counts, factors, strict=True)]
+    count, mass = _sums_before(row, functools.reduce(arith.addi, counts), functools.reduce(arith.addf, masses))
+    sums = []
+    for n, m in zip(counts, masses, strict=True):
+        count, mass = ptx.add(count, n), arith.addf(mass, m)
+        sums.append((count, mass))
+    return sums
 
 
 def _counts_of_bins(row: _Row) -> list:
@@ -260,14 +279,18 @@ def _fill_lists(row: _Row, first, last):
     before, count = _each_logit(row, step, (ptx.f32(0.0), ptx.i32(0)))
     before, longest = _over_cta(row, [before, count], [arith.addf, arith.maxsi])
     is_row = ptx.less(ptx.i32(LISTED), longest)
+    return arith.select(is_row, ptx.f32(0.0), before), _candidates(row, is_row, count)
+
+
+def _candidates(row: _Row, is_row, count):
+    """The row's logits if is_row, else the `count` of the warp's list."""
     of_list = _address_of_shared(ptx.add(_own_list(row), ptx.mul(row.lane, 4)))
     of_row = arith.addi(row.logits, ptx.to_i64(ptx.mul(row.thread, 4)))
     stride = arith.select(is_row, ptx.i32(THREADS), ptx.i32(32))
     size = arith.select(is_row, ptx.i32(row.vocab), count)
     number = arith.select(is_row, row.thread, row.lane)
-    each = arith.divui(ptx.add(arith.subi(size, number), stride, ptx.i32(-1)), stride)
-    candidates = _Candidates(arith.select(is_row, of_row, of_list), ptx.mul(stride, 4), each)
-    return arith.select(is_row, ptx.f32(0.0), before), candidates
+    own_count = arith.divui(ptx.add(arith.subi(size, number), stride, ptx.i32(-1)), stride)
+    return _Candidates(arith.select(is_row, of_row, of_list), ptx.mul(stride, 4), own_count)
 
 
 def _append(row: _Row, count, x, is_chosen):
@@ -316,13 +339,13 @@ def _each_candidate(candidates: _Candidates, step, carry):
     return _loop(turns, carry, several)
 
 
-def _largest(row: _Row, candidates: _Candidates, bin, holds):
+def _largest(row: _Row, candidates: _Candidates, last_bin, holds):
     """The largest ordered bits t with holds(count, sum of exponentials) of the candidates from t on: true up to some t,
-    which is a candidate of `bin` or below. The least one's if it never holds."""
+    which is a candidate of `last_bin` or below. The least one's if it never holds."""
 
     def widen(x, there, ends):
         key = _ordered_bits(x)
-        is_one = _all(there, _not(ptx.less(_bin(x), bin)))
+        is_one = _all(there, _not(ptx.less(_bin(x), last_bin)))
         low, high = arith.select(is_one, key, ptx.i32(-1)), arith.select(is_one, key, ptx.i32(0))
         return arith.minui(ends[0], low), arith.maxui(ends[1], high)
 
@@ -353,8 +376,7 @@ def _from_key(row: _Row, candidates: _Candidates, least):
 
 def _each_logit(row: _Row, step, carry):
     """carry = step(VALUES logits, carry) over the row; -inf past its end."""
-    width = math.gcd(row.vocab, 4)
-    width = 1 if width == 2 else width
+    width = 4 if row.vocab % 4 == 0 else 1  # logits of a load
     loads = VALUES // width
 
     def several(i, carry):
@@ -382,28 +404,28 @@ def _over_cta(row: _Row, values, combine) -> list:
     return [functools.reduce(f, parts) for f, parts in zip(combine, of_warps, strict=True)]
 
 
-def _exchange(row: _Row, values, is_told) -> list:
-    """Of each number: those of all warps, each told by the lane with `is_told`."""
+def _exchange(row: _Row, values, is_sender) -> list:
+    """Of each number: those of all warps, each sent by the lane with `is_sender`."""
     place = ptx.add(row.sums, ptx.mul(row.warp, 4))
     for i, x in enumerate(values):
         kind = "f" if _is_float(x) else "r"
         text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0+{4 * WARPS * i}], $2; }}"
-        ptx.asm(text, f"r,r,{kind}", place, is_told, x)
+        ptx.asm(text, f"r,r,{kind}", place, is_sender, x)
     _barrier()
-    told = []
+    received = []
     for i, x in enumerate(values):
         kind, parts = "f" if _is_float(x) else "r", []
         for at in range(4 * WARPS * i, 4 * WARPS * (i + 1), 16):
             text = f"ld.shared.v4.{'f32' if kind == 'f' else 'b32'} {{$0, $1, $2, $3}}, [$4+{at}];"
             parts += ptx.asm_values(text, f"={kind},={kind},={kind},={kind},r", 4, row.sums)
-        told.append(parts)
+        received.append(parts)
     _barrier()
-    return told
+    return received
 
 
 def _bin(x):
     """The bin of a logit; BINS: below all of them, and what is not a number."""
-    number = _as_word(ptx.fma(x, ptx.f32(-BINS_OF_NAT), ptx.f32(_MAGIC)))
+    number = _as_word(ptx.fma(x, ptx.f32(-BINS_PER_NAT), ptx.f32(_MAGIC)))
     return arith.minui(arith.subi(number, ptx.i32(_MAGIC_BITS)), ptx.i32(BINS))
 
 
@@ -496,7 +518,8 @@ def _while(condition, step, *carry):
 
 
 def _where(condition, compute, otherwise):
-    """compute() where the condition holds, else the values. All threads that wait for each other in it have one."""
+    """compute() where the condition holds, else the values. Threads that meet in compute, at a barrier or in a vote,
+    must have the same condition."""
     values, tree = jax.tree.flatten(otherwise)
     branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
     with ir.InsertionPoint(branch.then_block):

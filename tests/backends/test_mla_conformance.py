@@ -154,20 +154,22 @@ def _in_bfloat16(q, latents, ropes, w, query_lens):
 
 
 @needs_library
-def test_the_native_gradient_is_that_of_the_plain_backend():
+@pytest.mark.parametrize("reading, given", [("forward_mqa", False), ("prefill_mha", False), ("prefill_mha", True)])
+def test_the_native_gradient_is_that_of_the_plain_backend(reading, given):
     meta = jattn.CommonAttentionMetadata.from_lengths([1, 4], [6, 9], PLAIN.table()[:2], S)
     cache_spec, q = PLAIN.mla.cache_spec, normal(34, 5, 3, 20)
     logical = (normal(31, 32, S, 1, 8), normal(32, 32, S, 1, 24))
     cache = jattn.PagedKV.from_logical(cache_spec, *logical, storage="native")
+    new_rows = (normal(36, 5, 24), normal(37, 5, 8)) if given else ()
     grads = []
     for backend in ("mla_sdpa", "mla_cpu_native"):
         mla = MLAAttention(SPEC, cache_spec, backend)
 
-        def loss(q, cache, params, mla=mla):
-            state = mla.forward_mqa(q, cache, mla.build(meta), params)
+        def loss(q, cache, params, new_rows, mla=mla):
+            state = getattr(mla, reading)(q, cache, mla.build(meta), params, *new_rows)
             return jnp.sum(jnp.sin(state.out)) + jnp.sum(state.lse)
 
-        grads.append(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, cache, PLAIN.params))
+        grads.append(jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, cache, PLAIN.params, new_rows))
     for a, b in zip(*map(jax.tree.leaves, grads), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
         assert np.abs(a).max() > 1e-3

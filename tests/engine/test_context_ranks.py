@@ -56,6 +56,8 @@ def test_ranks_send_queries_and_states_and_no_weights(config):
     tokens, layers, heads = OPTIONS["max_num_batched_tokens"], len(config.layers), 8
     found = on_mesh.collectives(served)
     assert {name for name, _ in found} == {"all-reduce", "all-gather", "all-to-all"}
+    sent = -(-OPTIONS["max_num_seqs"] // 2) * config.vocab_size // 2  # logits of the other rank's rows
+    assert {size for name, size in found if name == "all-to-all"} == {sent}
     width = config.layers[0].attention.head_dim if config is SINKS else 6 + 4  # of a query
     value = 8 if config is SINKS else 24  # of an output, of latent attention before w_uv
     gathered = sorted(size for name, size in found if name == "all-gather" and size > 4 * OPTIONS["max_num_seqs"])

@@ -230,7 +230,7 @@ def test_on_a_cpu_one_call_cuts_and_keeps_what_the_bisection_keeps(monkeypatch):
 
 @needs_library
 @pytest.mark.parametrize("num_rows", [1, 2, 7])
-def test_of_a_vocabulary_of_several_devices_each_draws_some_rows(num_rows):
+def test_each_device_draws_some_rows_of_a_distributed_vocabulary(num_rows):
     """The logits are exchanged: no device has them all, and each cuts its rows by the C++ function."""
     config = models.config_of(dict(model_type="llama", num_attention_heads=2, num_key_value_heads=2, **SMALL))
     mesh = models.ModelMesh.of(config, Mesh(np.array(jax.devices("cpu")[:2]), ("tensor",)))
@@ -238,14 +238,17 @@ def test_of_a_vocabulary_of_several_devices_each_draws_some_rows(num_rows):
     params = [each[i % 4] for i in range(num_rows)]
     logits = np.random.default_rng(0).normal(size=(num_rows, 64)).astype(np.float32) * 3
     rows = sampling_rows(params, range(num_rows), [0] * num_rows, [1] * num_rows, [()] * num_rows, num_rows)
-    said = np.full((1, num_rows), -1, np.int32)
-    arguments = rows, penalties_of([], [], [], num_rows, 4), said, np.bool_(False)
+    sampled = np.full((1, num_rows), -1, np.int32)
+    arguments = rows, penalties_of([], [], [], num_rows, 4), sampled, np.bool_(False)
     placed = jax.device_put(logits, NamedSharding(mesh.mesh, PartitionSpec(None, mesh.axes)))
-    compiled = jax.jit(lambda *args: choose(*args, mesh.each_rank_of_rows)).lower(placed, *arguments).compile()
+    compiled = jax.jit(lambda *args: choose(*args, mesh.map_rows)).lower(placed, *arguments).compile()
     text = compiled.as_text()
     assert "jattn_cpu_sampling_floor" in text and "all-to-all" in text
-    gathered = [int(count) for count in re.findall(r"= \w+\[(\d+)[\d,]*\]\S* all-gather", text)]
-    assert all(count <= num_rows + 1 for count in gathered), "one number of each row"
+    shapes = [
+        shape for line in re.findall(r"= (.*?) all-gather\(", text) for shape in re.findall(r"\[([\d,]*)\]", line)
+    ]
+    sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in shapes]
+    assert sizes and max(sizes) <= 2 * (num_rows + 1), "a number of each row and device"
     alone = jax.jit(lambda *args: choose(*args)).lower(logits, *arguments).compile()
     assert compiled(placed, *arguments).tokens.tolist() == alone(logits, *arguments).tokens.tolist()
 

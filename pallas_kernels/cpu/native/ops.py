@@ -42,7 +42,7 @@ class NativeBatch:
 
     query_start_loc: jax.Array  # i32[R+1]
     seq_lens: jax.Array  # i32[R]: query i of n is at position seq_len - n + i
-    kv_lens: jax.Array  # i32[R]: number of keys; differs from seq_lens only in encoder-decoder attention
+    kv_lens: jax.Array  # i32[R]: number of keys; not seq_lens if the queries are no keys, or there are later ones
     block_table: jax.Array | None = None  # i32[R B]
     kv_start: jax.Array | None = None  # i32[R]: each request's first packed key
     causal: jax.Array | None = None  # i32[R]; None: no request is causal
@@ -260,7 +260,7 @@ def sampling_floor(
     isa: str = "auto",
     threads: int = 0,
 ) -> jax.Array:
-    """u32[R] the least likely token that the cuts keep; 0 if they keep all. The bits of a row depend on that row only.
+    """u32[R] the least likely token that the cuts keep; 0 if neither applies. The bits depend on the row only.
 
     As ordered bits: the bits of a float32 that is not negative with the first one set, or all bits of another inverted.
     Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.

@@ -19,7 +19,7 @@ from tests.kernels.gpu.test_packed_product import Memory
 def floor_of(x, top_k, top_p, **sizes) -> np.ndarray:
     """u32[R] the floors of f32[R vocab], computed thread by thread. sizes: constants of the kernel to replace."""
     memory, (rows, vocab) = Memory(), x.shape
-    sizes = dict(LISTED=kernel.LISTED) | sizes
+    sizes = dict(LISTED=kernel.LISTED) | sizes  # patch.multiple refuses no names
     with mock.patch.multiple(kernel, **sizes):
         shared = [memory.add(np.full(4 * n, 0xFF, np.uint8)) for n in kernel.shared_words()]
     given = [memory.add(np.asarray(a)) for a in (x, np.int32(top_k), np.float32(top_p), np.zeros(rows, np.uint32))]
@@ -29,7 +29,7 @@ def floor_of(x, top_k, top_p, **sizes) -> np.ndarray:
         for row in range(rows):
             axes = dict(row=every(row), wg=machine.lane // 128)
             with mock.patch.object(kernel.lax, "axis_index", axes.get):
-                kernel._cta(vocab, [every(a, np.int64) for a in given], *map(every, shared))
+                kernel._warpgroup(vocab, [every(a, np.int64) for a in given], *map(every, shared))
     return machine.memory[given[3] :][: 4 * rows].view(np.uint32)
 
 
@@ -76,21 +76,37 @@ def test_cuts_of_logits_of_every_spread(scale):
     check(x, top_k, top_p, floor_of(x, top_k, top_p))
 
 
-@pytest.mark.parametrize("most, listed", [(64, 64), (10**6, 4)])
-def test_bins_are_halved_and_a_list_that_is_too_short_is_replaced_by_the_row(most, listed):
-    """The same floors from few candidates, and from the row itself; sums that differ by rounding aside."""
+def uneven_rows():
     x = np.random.default_rng(2).normal(size=(len(CUTS), 3000)).astype(np.float32)
     x[:, ::3] = np.round(x[:, ::3])
-    x -= x.max(axis=1, keepdims=True)
-    top_k, top_p = zip(*CUTS, strict=True)
-    check(x, top_k, top_p, floor_of(x, top_k, top_p, MOST_CANDIDATES=most, LISTED=listed))
+    return x - x.max(axis=1, keepdims=True), *zip(*CUTS, strict=True)
 
 
-def test_rows_that_nobody_draws_from_end():
-    """NaN, infinite numbers and none that is finite: the row's token is BAD_TOKEN, whatever the floor."""
-    x = np.zeros((5, 700), np.float32)
+def test_a_range_of_bins_with_too_many_logits_is_halved():
+    x, top_k, top_p = uneven_rows()
+    with mock.patch.object(kernel, "_bin", wraps=kernel._bin) as read:
+        plain = floor_of(x, top_k, top_p)
+        before = read.call_count
+        halved = floor_of(x, top_k, top_p, MOST_CANDIDATES=16)
+    check(x, top_k, top_p, halved)
+    check(x, top_k, top_p, plain)
+    assert read.call_count - before > before, "the row is read again for each time"
+
+
+def test_a_list_that_is_too_short_is_replaced_by_the_row():
+    x, top_k, top_p = uneven_rows()
+    with mock.patch.object(kernel, "_candidates", wraps=kernel._candidates) as made:
+        check(x, top_k, top_p, floor_of(x, top_k, top_p, LISTED=4, MOST_CANDIDATES=10**6))
+    assert sum(bool(np.all(call.args[1])) for call in made.mock_calls if call.args) >= 3, "the row, not the lists"
+
+
+def test_rows_that_nobody_draws_from_end_and_change_no_other():
+    """NaN, infinite numbers and none that is finite."""
+    x, top_k, top_p = random_rows(700, 8, 5)
+    wanted = floor_of(x, top_k, top_p)
     x[0, 3], x[1], x[2], x[3, 5], x[4, ::2] = np.nan, -np.inf, np.nan, np.inf, -np.nan
-    floor_of(x, [5, 0, 7, 0, 5], [1.0, 0.9, 0.5, 0.9, 0.5])
+    top_k[:5], top_p[:5] = [5, 0, 7, 0, 5], [1.0, 0.9, 0.5, 0.9, 0.5]
+    np.testing.assert_array_equal(floor_of(x, top_k, top_p)[5:], wanted[5:])
 
 
 def test_a_floor_does_not_depend_on_the_other_rows():
@@ -104,14 +120,15 @@ def test_a_floor_does_not_depend_on_the_other_rows():
     "generation, version, is_served",
     [
         ("sm_90", (0, 10, 2), True), ("sm_80", (0, 12, 0), True), ("sm_120", (0, 12, 0), True),
-        ("sm_80", (0, 11, 2), False), ("sm_75", (0, 12, 0), False), ("", (0, 12, 0), False),
+        ("sm_80", (0, 11, 2), False), ("sm_75", (0, 12, 0), False), ("sm_130", (0, 12, 0), False),
+        ("", (0, 12, 0), False),
     ],
 )  # fmt: skip
-def test_chips_that_the_kernel_does_not_serve_bisect(generation, version, is_served, monkeypatch):
+def test_which_chips_and_versions_have_the_kernel(generation, version, is_served, monkeypatch):
     monkeypatch.setattr(device, "detect", lambda: device.Chip("gpu", generation))
     monkeypatch.setattr(jax, "__version_info__", version)
     x = np.zeros((2, 100), np.float32)
-    traced = lambda *args: floors.sampling_floor(*args)  # which no other case has traced
+    traced = lambda *args: floors.sampling_floor(*args)  # JAX caches traces by function
     jaxpr = str(jax.make_jaxpr(traced)(x, np.int32([1, 2]), np.float32([1, 1])))
     assert ("platform_index" in jaxpr) == is_served
 
