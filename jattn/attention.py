@@ -248,16 +248,17 @@ def attention(
 
 
 # Each of these functions is traced once for equal layers. Without jit, a call in a notebook would be compiled operation
-# by operation; inside a model's own jit they are inlined.
+# by operation. Not with inline=True: a gradient outside jit would be compiled so, and its loops again in every call.
+# Inside a model's own jit XLA inlines them.
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0)
 def _forward(impl: AttentionImpl, q, cache, m, params) -> AttentionState:
     checks.check_functions(impl.spec)
     return impl.forward(q, cache, m, params) if q.shape[0] else _no_tokens(impl, q)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0)
 def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params, angles) -> tuple[PagedKV, AttentionState]:
     checks.check_functions(impl.spec)
     if q.shape[0] and angles is not None:
@@ -268,7 +269,7 @@ def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params, angles) 
     return impl.do_kv_cache_update(cache, k, v, m, params) if k.shape[0] else cache, _no_tokens(impl, q)
 
 
-@functools.partial(jax.jit, static_argnums=0, inline=True)
+@functools.partial(jax.jit, static_argnums=0)
 def _forward_packed(impl: AttentionImpl, q, k, v, meta, params) -> AttentionState:
     checks.check_functions(impl.spec)
     return impl.forward_packed(q, k, v, meta, params) if q.shape[0] else _no_tokens(impl, q)

@@ -188,7 +188,7 @@ class MLAAttention:
 _INDICES = integers(2)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _traced(impl: MLAImpl, method: str, *args):
     """Call a method of the implementation; traced once for equal layers (see the end of jattn.attention)."""
     checks.check_functions(impl.spec)

@@ -9,6 +9,7 @@ import pytest
 
 import jattn
 from tests.cases import FEATURES, Case, Feature
+from tests.ops import latent
 from tests.oracle import attention, grad
 from tests.problem import Problem
 
@@ -162,3 +163,44 @@ def test_a_sharper_soft_cap_has_a_smaller_gradient():
     ]
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 2
     assert attention.attend_one(q, k, k, q_pos=[1], scale=1.0)[0].shape == (1, 1, 2)
+
+
+# ---------------------------------------------------------------------- outside jit
+def _packed_door():
+    """(a function of q, k and v; its arguments)"""
+    spec = jattn.AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8)
+    meta = jattn.CommonAttentionMetadata.from_lengths([3, 4], [3, 4], None, 1)
+    return lambda q, k, v: jattn.attention(q, k, v, meta, spec).out, [(7, 2, 8), (7, 1, 8), (7, 1, 8)]
+
+
+def _paged_door():
+    spec = jattn.AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8)
+    cache_spec = jattn.KVCacheSpec(num_blocks=3, block_size=8, num_kv_heads=1, head_dim=8, dtype="float32")
+    attn, cache = jattn.PagedAttention(spec, cache_spec), jattn.empty_cache(cache_spec)
+    plan = attn.build(jattn.CommonAttentionMetadata.from_lengths([3, 4], [3, 4], [[1], [2]], 8))
+    return lambda q, k, v: attn(q, k, v, cache, plan)[1].out, [(7, 2, 8), (7, 1, 8), (7, 1, 8)]
+
+
+def _latent_door():
+    spec, cache_spec = latent.PLAIN.mla.spec, latent.PLAIN.mla.cache_spec
+    mla, params = jattn.MLAAttention(spec, cache_spec), latent.PLAIN.params
+    cache, rank, rotated = mla.empty_cache(), spec.kv_lora_rank, spec.qk_rope_head_dim
+    plan = mla.build(jattn.CommonAttentionMetadata.from_lengths([3, 4], [3, 4], [[1], [2]], latent.S))
+    shapes = [(7, spec.num_heads, spec.qk_nope_head_dim + rotated), (7, rank), (7, rotated)]
+    return lambda q, kv_c, k_pe: mla(q, kv_c, k_pe, cache, plan, params)[1].out, shapes
+
+
+@pytest.mark.parametrize("door", [_packed_door, _paged_door, _latent_door])
+def test_gradients_outside_jit_compile_whole_functions_once(compiles, door):
+    """Operation by operation the first call compiled over 300 programs, and every later one its loops again."""
+    function, shapes = door()
+    args = [
+        jax.random.normal(key, shape) for key, shape in zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+    ]
+    value = jax.grad(lambda *args: function(*args).sum(), argnums=(0, 1, 2))
+    with compiles() as first:
+        jax.block_until_ready(value(*args))
+    with compiles() as later:
+        jax.block_until_ready(value(*args))
+    assert first.total <= 12, first.names
+    assert later.names == []
