@@ -112,7 +112,8 @@ class SdpaImpl(AttentionImpl[SdpaMetadata]):
         q, k, v, params = self._without_gradient_if_quantised((q, k, v, params))
         max_query_len = queries_of(meta, self.spec.attn_type).max_query_len
         call = AttentionCall(self.spec, meta.is_causal, max_query_len, self._path)
-        return attend_packed(call, q, k, v, batch_of(meta, self.spec.attn_type), params)
+        batch, longest = batch_of(meta, self.spec.attn_type), keys_of(meta, self.spec.attn_type).max_seq_len
+        return attend_packed(call, q, k, v, batch, params, longest)
 
     def fused_output_quant_supported(self, quant_key: str) -> bool:
         return cache_dtype_name(quant_key) in quant.QUANTISED

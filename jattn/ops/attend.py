@@ -29,13 +29,16 @@ class AttentionCall:
     max_query_len: int  # upper bound of the queries of a request
     path: Path
     out_dtype: str | None = None  # None: see layer.output_dtype
+    in_order: bool = True  # the queries of a request have consecutive positions; not so in the levels of a cascade
 
 
 def attend_packed(
-    call: AttentionCall, q: jax.Array, k: jax.Array, v: jax.Array, batch: RaggedBatch, params: AttentionParams | None
-) -> AttentionState:
-    """Queries [T H D] against keys [Tk K D] and values [Tk K V] packed by request."""
-    return attend(call, q, PackedKeys.of(jnp.asarray(k), jnp.asarray(v), jnp.asarray(batch.seq_lens)), batch, params)
+    call: AttentionCall, q: jax.Array, k: jax.Array, v: jax.Array, batch: RaggedBatch, params: AttentionParams | None,
+    max_seq_len: int | None = None,
+) -> AttentionState:  # fmt: skip
+    """Queries [T H D] against keys [Tk K D] and values [Tk K V] packed by request, each at most max_seq_len."""
+    keys = PackedKeys.of(jnp.asarray(k), jnp.asarray(v), jnp.asarray(batch.seq_lens), max_seq_len)
+    return attend(call, q, keys, batch, params)
 
 
 def attend(
@@ -70,7 +73,9 @@ def differentiable(
     """attend by the chunked reference for any call.path. The backward pass holds the logits of one chunk at a time."""
     terms = layer_terms(call.spec, call.is_causal, params)
     dtype = call.out_dtype or output_dtype(q.dtype, call.spec)
-    state = reference.chunked(terms, _real_queries(q, params), keys, batch, call.max_query_len, differentiable=True)
+    state = reference.chunked(
+        terms, _real_queries(q, params), keys, batch, call.max_query_len, differentiable=True, in_order=call.in_order
+    )
     return dataclasses.replace(state, out=quant.to_dtype(state.out, dtype, terms.output_scale))
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jattn.cache.layout import PagedKV
 from jattn.errors import UnsupportedError
-from jattn.metadata.attention_type import queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.metadata.parallel import KeyShard
 from jattn.ops.attend import AttentionCall, differentiable
@@ -43,8 +43,9 @@ def packed_gradient(
     cotangent: AttentionState,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], AttentionParams]:
     """(dq, (dk, dv), dparams) of attention over packed keys; inputs: (q, (k, v), params)."""
-    batch = batch_of(common, spec.attn_type)
-    return _gradient(spec, common, batch, lambda kv: PackedKeys.of(kv[0], kv[1], batch.seq_lens), inputs, cotangent)
+    batch, longest = batch_of(common, spec.attn_type), keys_of(common, spec.attn_type).max_seq_len
+    open_keys = lambda kv: PackedKeys.of(kv[0], kv[1], batch.seq_lens, longest)
+    return _gradient(spec, common, batch, open_keys, inputs, cotangent)
 
 
 def _gradient(spec, common, batch, open_keys, inputs, cotangent):

@@ -146,12 +146,13 @@ class PackedKeys:
     dtype: str = static()  # of the values; k and v may be stored as their bit patterns, as in a cache
     padding: int = static(default=0)  # rows of padding
     chunk_tokens: int = static(default=1)
+    max_len: int | None = static(default=None)  # the most keys of a request; None: all rows
 
     @classmethod
-    def of(cls, k: jax.Array, v: jax.Array, seq_lens: jax.Array) -> "PackedKeys":
-        """k [Tk K D], v [Tk K V] packed by seq_lens i32[R], in chunks of one key."""
+    def of(cls, k: jax.Array, v: jax.Array, seq_lens: jax.Array, max_len: int | None = None) -> "PackedKeys":
+        """k [Tk K D], v [Tk K V] packed by seq_lens i32[R], each at most max_len, in chunks of one key."""
         start = (jnp.cumsum(seq_lens) - seq_lens).astype(jnp.int32)
-        return cls(k=k, v=v, start=start, dtype=k.dtype.name)
+        return cls(k=k, v=v, start=start, dtype=k.dtype.name, max_len=max_len)
 
     @property
     def num_kv_heads(self) -> int:
@@ -163,7 +164,8 @@ class PackedKeys:
 
     @property
     def max_chunks(self) -> int:
-        return cdiv(max(self.k.shape[0] - self.padding, 1), self.chunk_tokens)
+        rows = self.k.shape[0] - self.padding
+        return cdiv(max(rows if self.max_len is None else min(rows, self.max_len), 1), self.chunk_tokens)
 
     def in_chunks(self, tokens: int) -> "PackedKeys":
         """Pads k and v by a chunk: dynamic_slice would move a chunk that reaches past the end."""

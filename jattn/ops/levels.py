@@ -168,6 +168,7 @@ def attend_levels(
             max_query_len=level.max_query_len,
             path=path,
             out_dtype="float32" if several else None,
+            in_order=len(levels) == 1,
         )
         states.append(attend(call, q, open_keys(cache, level.block_table), level.batch, params))
     if not several:

@@ -20,6 +20,8 @@ from jattn.ops.layer import LayerTerms, einsum
 from jattn.ops.ragged import RaggedBatch, RaggedTile, at_least, classes_for, cut_tile, index_tiles, key_ranges
 from jattn.ops.state import AttentionState
 from pallas_kernels.algebra import softmax
+from pallas_kernels.algebra.mask import most_keys
+from pallas_kernels.algebra.paging import cdiv
 
 CHUNK_TOKENS = 256
 """Keys of a chunk."""
@@ -61,12 +63,13 @@ def chunked(
     batch: RaggedBatch,
     max_query_len: int,
     differentiable: bool = False,
+    in_order: bool = True,
 ) -> AttentionState:
     """The online softmax over chunks of keys, for tiles of queries in parallel, ROWS_AT_ONCE queries at a time.
 
-    max_query_len: upper bound of the queries of a request. differentiable: a loop over all max_chunks, as reverse-mode
-    differentiation needs a static length; the backward pass computes the logits again. Otherwise only the chunks in the
-    key range of the tile.
+    max_query_len: upper bound of the queries of a request. differentiable: a loop over as many chunks as any tile can
+    need, as reverse-mode differentiation needs a static length; the backward pass computes the logits again. Otherwise
+    only the chunks in the key range of the tile. in_order: the queries of a request have consecutive positions.
     """
     keys = keys.in_chunks(CHUNK_TOKENS)
     num_tokens, num_heads, _ = q.shape
@@ -81,7 +84,7 @@ def chunked(
         def attend(t, kind=kind, index=index, queries=queries):
             tile = cut_tile(queries, batch, kind, *index.locate(t)).cleared(t < index.total)
             rows = jnp.where(tile.live, tile.first_row + jnp.arange(kind.rows, dtype=jnp.int32), num_tokens)
-            return rows, *_attend_tile(terms, tile, keys, differentiable)
+            return rows, *_attend_tile(terms, tile, keys, differentiable, in_order)
 
         tiles, at_once = jnp.arange(capacity, dtype=jnp.int32), ROWS_AT_ONCE // kind.rows
         rows, new_out, new_lse = (
@@ -93,7 +96,7 @@ def chunked(
     return AttentionState(out=out, lse=lse)
 
 
-def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, differentiable: bool):
+def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, differentiable: bool, in_order: bool):
     """(out f32[M H V], lse f32[M H]) of one tile."""
     q = _by_kv_head(tile.q, keys.num_kv_heads)
     prefix_stop, first, last = key_ranges(tile, terms.mask_rule)
@@ -113,7 +116,9 @@ def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, different
     if differentiable:
         wanted = lambda i: ((i >= first) & (i < last)) | (i < prefix_stop)  # noqa: E731
         step = jax.checkpoint(lambda state, chunk: (add_chunk(state, chunk, wanted), None))
-        state, _ = jax.lax.scan(step, state, jnp.arange(keys.max_chunks, dtype=jnp.int32))
+        count = _most_chunks(terms, tile, keys, in_order)
+        begin = first // keys.chunk_tokens if count < keys.max_chunks else 0
+        state, _ = jax.lax.scan(step, state, begin + jnp.arange(count, dtype=jnp.int32))
     else:
         size = keys.chunk_tokens
         ranges = [(jnp.maximum(first, prefix_stop), last)]
@@ -122,6 +127,14 @@ def _attend_tile(terms: LayerTerms, tile: RaggedTile, keys: KeySource, different
             step = lambda chunk, state, wanted=wanted: add_chunk(state, chunk, wanted)  # noqa: E731
             state = jax.lax.fori_loop(begin // size, (end + size - 1) // size, step, state)
     return layer.finish(terms, *state)
+
+
+def _most_chunks(terms: LayerTerms, tile: RaggedTile, keys: KeySource, in_order: bool) -> int:
+    """The most chunks from the first to the last key that a tile can see."""
+    if not in_order:
+        return keys.max_chunks
+    most = most_keys(terms.mask_rule, len(tile.live), tile.rows.causal is not None)
+    return keys.max_chunks if most is None else min(keys.max_chunks, cdiv(most - 1, keys.chunk_tokens) + 1)
 
 
 def _all_keys(keys: KeySource, req: jax.Array) -> KVChunk:

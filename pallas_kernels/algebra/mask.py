@@ -38,6 +38,23 @@ class MaskRule:
             object.__setattr__(self, "lookback", min(self.lookback, MOST_KEYS // self.chunk))
 
 
+def most_keys(rule: MaskRule, num_queries: int, per_request_causal: bool = False) -> int | None:
+    """The most keys in `key_range` for this many queries of consecutive positions; None: as many as the request has.
+
+    per_request_causal: `causal` is given, so that rule.causal limits nothing.
+    """
+    if rule.prefix or rule.spans:
+        return None
+    back = [rule.left] if rule.left >= 0 else []
+    ahead = [rule.right] if rule.right >= 0 else []
+    if rule.causal and not per_request_causal:
+        ahead.append(0)
+    if rule.chunk > 0:
+        back.append((rule.lookback + 1) * rule.chunk - 1)
+        ahead.append(rule.chunk - 1)
+    return min(back) + num_queries + min(ahead) if back and ahead else None
+
+
 def visible(
     rule: MaskRule, head, q_pos, kv_pos, causal=None, prefix=None, span: tuple[jax.Array, jax.Array] | None = None
 ) -> jax.Array:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.algebra.mask import MaskRule, key_range, visible
+from pallas_kernels.algebra.mask import MaskRule, key_range, most_keys, visible
 
 X, o = True, False
 
@@ -150,3 +150,34 @@ def test_the_range_covers_a_traced_causal_flag(rule, first, rows, seq_len):
         seen = np.asarray(visible(rule, jnp.zeros((1, 1), int), q[:, None], k[None], jnp.array(causal))).any(0)
         start, stop = key_range(rule, q[0], q[-1], jnp.int32(seq_len), jnp.array(causal))
         assert not seen[: int(start)].any() and not seen[int(stop) :].any()
+
+
+@hypothesis.given(rule=rules, **lens, causal=st.sampled_from([None, True, False]))
+def test_no_range_has_more_than_the_most_keys(rule, first, rows, seq_len, causal):
+    rule = dataclasses.replace(rule, spans=False)
+    flag = None if causal is None else jnp.array(causal)
+    start, stop = key_range(rule, first, first + rows - 1, jnp.int32(seq_len), flag)
+    most = most_keys(rule, rows, causal is not None)
+    assert most is None or stop - start <= most
+
+
+@pytest.mark.parametrize(
+    ("rule", "most"),
+    [
+        (MaskRule(), None),
+        (MaskRule(left=127), 127 + 8),
+        (MaskRule(left=127, right=3), 127 + 8),
+        (MaskRule(causal=False, left=127, right=3), 127 + 8 + 3),
+        (MaskRule(causal=False, left=127), None),
+        (MaskRule(chunk=64), 63 + 8),
+        (MaskRule(causal=False, chunk=64, lookback=1), 127 + 8 + 63),
+        (MaskRule(left=5, prefix=True), None),
+        (MaskRule(left=5, spans=True), None),
+    ],
+)
+def test_the_most_keys_of_eight_queries(rule, most):
+    assert most_keys(rule, 8) == most
+
+
+def test_a_traced_causal_flag_limits_no_keys():
+    assert most_keys(MaskRule(left=5), 8, per_request_causal=True) is None
