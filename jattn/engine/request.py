@@ -5,9 +5,8 @@ import functools
 import hashlib
 import logging
 from array import array
-from typing import Any
 
-from jattn.engine.outputs import Completion, FinishReason, RequestOutput, TokenLogprob
+from jattn.engine.outputs import Completion, FinishReason, Part, RequestOutput, TokenLogprob, instance_of
 from jattn.engine.params import SamplingParams
 from jattn.engine.sampling import BAD_TOKEN
 from jattn.text.detokenizer import Detokenizer, find_stop, held_back
@@ -84,14 +83,6 @@ def final_length(prompt: tuple[int, ...], params: SamplingParams, max_model_len:
     return min(len(prompt) + params.max_tokens, max_model_len)
 
 
-def _instance_of(cls: type, fields: dict[str, Any]) -> Any:
-    """An instance of a frozen dataclass, from all of its fields. Its own __init__ takes four times as long, because it
-    calls object.__setattr__ for each; a step of 256 rows makes 512 instances."""
-    instance = object.__new__(cls)
-    object.__setattr__(instance, "__dict__", fields)
-    return instance
-
-
 def internal_error_message(error: Exception) -> str:
     """The message of an internal error, for the client."""
     return f"an internal error ({type(error).__name__}) ended this request; the engine's log has the details"
@@ -112,7 +103,6 @@ class CompletionState:
     error: str | None = None
     stop: str | int | None = None  # the stop string or token id that ended it
     _text: str = ""  # includes an end that may be the beginning of a stop string
-    _returned: tuple[int, ...] = ()  # the output of the last snapshot, or the beginning of it
 
     @classmethod
     def of(cls, request_id: str, seq: Sequence, index: int, stop_ids, tokenizer: Tokenizer | None) -> "CompletionState":
@@ -173,16 +163,19 @@ class CompletionState:
 
     def snapshot(self) -> Completion:
         """The completion so far, without an end of the text that may be the beginning of a stop string."""
+        parts = {"token_ids": Part(self.seq.tokens, len(self.seq.prompt), len(self.seq.tokens))}
         fields = {
             "index": self.index,
             "text": self._visible() if self.seq.params.stop else self._text,
-            "token_ids": self._token_ids(),
-            "logprobs": None if self.seq.params.logprobs is None else tuple(self.logprobs),
             "finish_reason": self.finish_reason,
             "error": self.error,
             "stop": self.stop,
         }
-        return _instance_of(Completion, fields)
+        if self.seq.params.logprobs is None:
+            fields["logprobs"] = None
+        else:
+            parts["logprobs"] = Part(self.logprobs, 0, len(self.logprobs))
+        return Completion.of_parts(fields, **parts)
 
     @functools.cached_property
     def _ends(self) -> frozenset[int]:
@@ -204,17 +197,9 @@ class CompletionState:
         self.finish_reason, self.stop, self.error = FinishReason.STOP, stop, None
         return True
 
-    def _token_ids(self) -> tuple[int, ...]:
-        """The output. To extend the last one touches each token half as often as to copy `Sequence.output` does."""
-        known = len(self.seq.prompt) + len(self._returned)
-        if len(self.seq.tokens) > known:
-            self._returned += tuple(self.seq.tokens[known:])
-        return self._returned
-
     def _drop_tokens(self, count: int) -> None:
-        """Remove the last tokens."""
+        """Remove the last tokens, which are in no snapshot yet."""
         if count:
-            self._returned = ()
             del self.seq.tokens[-count:]
             del self.logprobs[-count:]
 
@@ -249,7 +234,7 @@ class Request:
             "outputs": tuple([completion.snapshot() for completion in self.completions]),
             "num_cached_tokens": self.completions[0].num_cached,
         }
-        return _instance_of(RequestOutput, fields)
+        return instance_of(RequestOutput, fields)
 
     @property
     def finished(self) -> bool:

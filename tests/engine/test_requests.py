@@ -1,5 +1,8 @@
 """The forms of prompts and options. Each request gets its own output, and each output is returned once."""
 
+import copy
+import dataclasses
+import pickle
 import re
 import time
 
@@ -363,3 +366,34 @@ def test_a_tokenizer_cannot_take_a_step_within_a_step(method):
     assert "RuntimeError" in found[first].error
     assert found[second].token_ids == answer([7, 8], 7)
     assert found[second].text == ByteTokenizer(num_special=2).decode(answer([7, 8], 7))
+
+
+def test_outputs_of_earlier_steps_are_copied_when_they_are_read_and_stay_what_they_were():
+    """A copy in every step made a request of n tokens with log-probabilities take n * n / 2 copies of one."""
+    served = engine()
+    id = served.add_request([5, 6], SamplingParams(max_tokens=30, logprobs=1, **GREEDY))
+    outputs = []
+    while served.has_work:
+        outputs += served.step()
+    want, lengths = answer([5, 6], 30), []
+    for output in outputs:
+        (completion,) = output.outputs
+        assert not {"token_ids", "logprobs"} & vars(completion).keys()
+        lengths.append(len(completion.token_ids))
+        assert output.id == id and completion.token_ids == want[: lengths[-1]]
+        assert tuple(each.token_id for each in completion.logprobs) == completion.token_ids
+        assert completion.token_ids is vars(completion)["token_ids"], "copied once"
+    assert lengths == sorted(set(lengths)) and lengths[-1] == 30
+
+
+def test_an_output_is_compared_copied_and_pickled_as_its_fields():
+    served = engine()
+    served.add_request([5, 6], SamplingParams(max_tokens=9, logprobs=1, **GREEDY))
+    output, *_ = served.step()
+    for made in (copy.copy(output), copy.deepcopy(output), pickle.loads(pickle.dumps(output)), output):
+        assert made == output and repr(made) == repr(output)
+    (completion,) = output.outputs
+    assert dataclasses.replace(completion, text="x").token_ids == answer([5, 6], len(completion.token_ids))
+    assert dataclasses.asdict(completion)["token_ids"] == completion.token_ids
+    with pytest.raises(AttributeError, match="no attribute 'tokens'"):
+        _ = completion.tokens
