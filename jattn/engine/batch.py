@@ -109,7 +109,7 @@ def _histories(seqs: Many[Sequence], wanted: np.ndarray, num_rows: int, width: i
         return np.zeros((0, width), np.int32)
     history = np.full((num_rows, width), -1, np.int32)
     for row in np.flatnonzero(wanted).tolist():
-        known = seqs[row].tokens
+        known = seqs[row].history()
         history[row, : len(known)] = known
     return history
 

@@ -37,6 +37,7 @@ class Sequence:
     data_rank: int = 0  # of the devices that have its blocks, see data_ranks.py
     rules: bytes = b""  # its sampling rules for the device, see rules.py; empty until it is computed first
     prompt_words: array = dataclasses.field(default_factory=lambda: array("i"))  # the prompt as int32
+    _history: array = dataclasses.field(default_factory=lambda: array("i"))  # the first tokens as int32
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
@@ -57,6 +58,18 @@ class Sequence:
         if end <= len(self.prompt):
             return self.prompt_words[start:end]
         return array("i", self.tokens[start:end])
+
+    def history(self) -> array:
+        """All tokens as int32; do not change it. Only those since the last call are converted.
+
+        There may be 100,000, and a sequence with penalties needs them in every dispatch.
+        """
+        self._history += self.words(len(self._history), len(self.tokens))
+        return self._history
+
+    def drop_last(self, count: int) -> None:
+        """Remove the last tokens, count > 0."""
+        del self.tokens[-count:], self._history[len(self.tokens) :]
 
     @property
     def output(self) -> list[int]:
@@ -200,7 +213,7 @@ class CompletionState:
     def _drop_tokens(self, count: int) -> None:
         """Remove the last tokens, which are in no snapshot yet."""
         if count:
-            del self.seq.tokens[-count:]
+            self.seq.drop_last(count)
             del self.logprobs[-count:]
 
     def _visible(self) -> str:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from jattn.engine import Engine, SamplingParams
+from jattn.engine.batch import batch_of
+from jattn.engine.request import Sequence
 from jattn.text import ByteTokenizer
 from tests.engine import fake
 
@@ -397,3 +399,32 @@ def test_an_output_is_compared_copied_and_pickled_as_its_fields():
     assert dataclasses.asdict(completion)["token_ids"] == completion.token_ids
     with pytest.raises(AttributeError, match="no attribute 'tokens'"):
         _ = completion.tokens
+
+
+def test_a_history_converts_each_token_once_and_follows_tokens_that_are_dropped():
+    seq = Sequence("0.0", (5, 6, 7), SamplingParams())
+    seq.tokens += [8, 9]
+    assert seq.history().tolist() == [5, 6, 7, 8, 9]
+    seq.drop_last(2)
+    seq.tokens += [10, 11, 12]
+    assert seq.history().tolist() == [5, 6, 7, 10, 11, 12]
+    seq.tokens[0] = 99  # no token changes; this one shows what is read
+    seq.tokens.append(13)
+    assert seq.history().tolist() == [5, 6, 7, 10, 11, 12, 13]
+
+
+def test_penalties_get_the_history_of_each_row():
+    """Converting the lists of 64 sequences of 30,000 tokens took 32 ms a dispatch."""
+    served = engine()
+    params = SamplingParams(max_tokens=20, presence_penalty=0.5, **GREEDY)
+    served.add_request([5, 6], params)
+    served.step()
+    (seq,) = served.scheduler.running
+    seq.history()
+    seq.tokens[0] = 99  # see above
+    histories = []
+    with pytest.MonkeyPatch.context() as patch:
+        spy = lambda *args: histories.append((made := batch_of(*args)).penalties.history) or made
+        patch.setattr("jattn.engine.flights.batch_of", spy)
+        served.step()
+    assert histories and all(each[0, 0] == 5 for each in histories)
