@@ -146,7 +146,10 @@ def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
 
 
 def _fill_bins(row: _Row):
-    """Counts the logits of each bin. Returns how many are finite, and the sum of all exponentials."""
+    """Counts the logits of each bin. Returns how many logits are finite, and the sum of the exponentials in bins.
+
+    What lies below all bins is not in the sum: rounded, it might be more than the bins reach, and none would be kept.
+    """
     mine = ptx.add(row.bins, ptx.mul(row.thread, 4 * _BINS_OF_THREAD))
     for at in range(0, 4 * _BINS_OF_THREAD, 16):
         ptx.asm(f"st.shared.v4.b32 [$0+{at}], {{$1, $1, $1, $1}};", "r,r", mine, ptx.i32(0))
@@ -156,9 +159,9 @@ def _fill_bins(row: _Row):
         finite, total = sums
         for x in values:
             finite = ptx.add(finite, ptx.bool_to_i32(_is_finite(x)))
-            total = arith.addf(total, _exponential(x))
             number = _bin(x)
             place, inside = ptx.add(row.bins, ptx.mul(number, 4)), ptx.less(number, ptx.i32(BINS))
+            total = arith.addf(total, arith.select(inside, _exponential(x), ptx.f32(0.0)))
             ptx.asm(_COUNT, "r,r", place, ptx.bool_to_i32(inside))
         return finite, total
 
@@ -248,10 +251,11 @@ def _sums_before(row: _Row, count, mass):
     values = [count, mass]
     for distance in (1, 2, 4, 8, 16):
         exists = _not(ptx.less(row.lane, ptx.i32(distance)))
-        values = [_plus_of_lane(x, distance, exists) for x in values]
+        values = [_sum(x, _of_lane_before(x, distance, exists)) for x in values]
     is_last = ptx.bool_to_i32(ptx.equal(row.lane, ptx.i32(31)))
     of_warps = _exchange(row, values, is_last)
-    sums = [arith.subi(values[0], count), arith.subf(values[1], mass)]
+    # Not this sum less the thread's own: a small sum before a large one would be lost.
+    sums = [_of_lane_before(x, 1, ptx.less(ptx.i32(0), row.lane)) for x in values]
     for warp in range(WARPS):
         is_before = ptx.less(ptx.i32(warp), row.warp)
         sums[0] = ptx.add(sums[0], arith.select(is_before, of_warps[0][warp], ptx.i32(0)))
@@ -480,11 +484,15 @@ def _of_lane(x, distance: int):
     return ptx.shuffle_xor(x, distance) if _is_float(x) else ptx.shuffle_xor_word(x, distance)
 
 
-def _plus_of_lane(x, distance: int, exists):
-    """x + that of the lane `distance` before, where there is one."""
-    kind, plus, zero = ("f", arith.addf, ptx.f32(0.0)) if _is_float(x) else ("r", arith.addi, ptx.i32(0))
+def _of_lane_before(x, distance: int, exists):
+    """The number of the lane `distance` before, where there is one; else 0."""
+    kind, zero = ("f", ptx.f32(0.0)) if _is_float(x) else ("r", ptx.i32(0))
     before = ptx.asm_value(f"shfl.sync.up.b32 $0, $1, {distance}, 0, -1;", f"={kind},{kind}", x)
-    return plus(x, arith.select(exists, before, zero))
+    return arith.select(exists, before, zero)
+
+
+def _sum(a, b):
+    return arith.addf(a, b) if _is_float(a) else arith.addi(a, b)
 
 
 def _is_float(x) -> bool:

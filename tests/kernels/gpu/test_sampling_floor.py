@@ -109,6 +109,30 @@ def test_rows_that_nobody_draws_from_end_and_change_no_other():
     np.testing.assert_array_equal(floor_of(x, top_k, top_p)[5:], wanted[5:])
 
 
+def test_a_small_sum_before_a_large_one_is_not_lost():
+    """1.99 of the first thread, then 250000.25: their sum is a multiple of 1 / 64."""
+    memory = Memory()
+    sums = memory.add(np.zeros(2 * kernel.WARPS, np.int32))
+    machine = memory.machine(kernel.THREADS)
+    every = lambda n: np.full(machine.lane.shape, n, np.int32)
+    count, mass = every(3), np.resize(np.float32([1.9922, 250000.25, 3e-5, 7.0]), kernel.THREADS)
+    row = kernel._Row(1, *[None] * 6, sums=every(sums), thread=machine.lane)
+    with _on_the_model(machine):
+        found = kernel._sums_before(row, count, mass)
+    np.testing.assert_array_equal(found[0], 3 * machine.lane)
+    np.testing.assert_allclose(found[1], np.cumsum(mass, dtype=np.float64) - mass, rtol=1e-6)
+
+
+def test_what_lies_below_all_bins_does_not_empty_the_bins():
+    """Four warps have 2**-24 each: added to 1 it is lost, unless a little below the bins is added to it first. top_p is
+    then of a sum that the bins do not reach."""
+    x = np.full((34, kernel.WARPS, 128), -np.inf, np.float32)  # 128 neighbours at a time are of one warp
+    x[33, 0, 0], x[:33, 0, 1:] = 0, -31.25  # too many for the lists
+    x[33, 1:5, 0], x[33, 1:5, 1:40] = -24 * np.log(2), -32.5
+    x, top_p = x.reshape(1, -1), [1 - 2.0**-24]
+    check(x, [0], top_p, floor_of(x, [0], top_p))
+
+
 def test_a_floor_does_not_depend_on_the_other_rows():
     x, top_k, top_p = random_rows(2000, 6, 3)
     together = floor_of(x, top_k, top_p)
