@@ -3,7 +3,8 @@
 The absorbed form is three custom calls: the products by W_UK and by W_UV, and attention, which reads each cached row
 once for all heads, as key and as value. Sums are float32; what goes from one call to the next is rounded to bfloat16 if
 queries are bfloat16 and the next call multiplies in bfloat16. Of the materialised form, attention over packed keys is a
-custom call; keys and values are then rounded likewise. Sparse attention, writes and gradients are those of `mla_sdpa`.
+custom call, and keys and values are rounded likewise, unless the layer has chunks or heads of more than 512 values.
+Sparse attention, writes and gradients are those of `mla_sdpa`.
 """
 
 import dataclasses
@@ -61,9 +62,11 @@ class NativeLatentAttention(LatentAttention):
     def attend_materialised(
         self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
     ) -> AttentionState:
-        """By the call for packed keys, unless there are chunks: those begin at absolute positions, and the call counts
-        positions from the first key. Keys and values, new ones too, are rounded as the absorbed form rounds rows."""
-        if self.spec.chunk_size is not None:
+        """By the call for packed keys, unless heads are wider than it takes, or there are chunks: those begin at absolute
+        positions, and the call counts from the first key. Keys and values, new ones too, are rounded as the absorbed
+        form rounds rows."""
+        is_too_wide = max(self.spec.qk_head_dim, self.spec.v_head_dim) > ops.MAX_HEAD_DIM
+        if is_too_wide or self.spec.chunk_size is not None:
             return super().attend_materialised(q, k, v, cache, m, batch, params)
         dtype = jnp.bfloat16 if _multiplies_in_bf16(q, cache) else jnp.float32
         k, v = k.astype(dtype), v.astype(dtype)

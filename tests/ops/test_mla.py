@@ -58,6 +58,14 @@ def test_mla_cpu_native_materialises_with_features(features, sizes, monkeypatch)
     assert ("ffi_call" in traced) == ("chunk_size" not in features)
 
 
+@needs_library
+@pytest.mark.parametrize("sizes", [dict(qk_nope_head_dim=508), dict(v_head_dim=576)], ids=str)
+@pytest.mark.parametrize("reading", [MHA, OWN])
+def test_heads_too_wide_for_the_native_call_are_materialised_without_it(reading, sizes):
+    case = Case(MLASpec(**SIZES | sizes, scale=0.05), backend="mla_cpu_native")
+    check(run(case, reading), case.wanted())
+
+
 @pytest.mark.parametrize("backend", ["mla_sdpa", NATIVE])
 @pytest.mark.parametrize("reading", [MQA, MHA])
 def test_causality_may_differ_from_request_to_request(reading, backend):
