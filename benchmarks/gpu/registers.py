@@ -337,7 +337,8 @@ def measure(chip: str, case: str) -> list[dict[str, Any]]:
         assert not supports(config), supports(config)
         found = compiled(chip, *attention(config))
         tiles = dict(stages=config.stages, tile_halves=config.tile_halves, smem=config.smem_bytes)
-    own = next((name for name in ("write_kv_pages", "rotate_and_write", "sampling_floor") if case.startswith(name)), None)
+    names = "write_kv_pages", "rotate_and_write", "sampling_floor"
+    own = next((name for name in names if case.startswith(name)), None)
     own, rows = own or ragged_paged_attention.__name__, []
     for compiler, kernels in found.items():
         worst = {column: max(row[column] for row in kernels.values()) for column in ("spill_stores", "spill_loads")}

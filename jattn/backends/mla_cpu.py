@@ -62,9 +62,9 @@ class NativeLatentAttention(LatentAttention):
     def attend_materialised(
         self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
     ) -> AttentionState:
-        """By the call for packed keys, unless heads are wider than it takes, or there are chunks: those begin at absolute
-        positions, and the call counts from the first key. Keys and values, new ones too, are rounded as the absorbed
-        form rounds rows."""
+        """By the call for packed keys, unless heads are wider than it takes, or there are chunks: those begin at
+        absolute positions, and the call counts from the first key. Keys and values, new ones too, are rounded as the
+        absorbed form rounds rows."""
         is_too_wide = max(self.spec.qk_head_dim, self.spec.v_head_dim) > ops.MAX_HEAD_DIM
         if is_too_wide or self.spec.chunk_size is not None:
             return super().attend_materialised(q, k, v, cache, m, batch, params)

@@ -38,7 +38,7 @@ MOST_CANDIDATES = WARPS * LISTED // 2  # of all lists: warps do not have equally
 _BINS_OF_THREAD = BINS // THREADS
 _LOG2E = math.log2(math.e)
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 plus 2**23 has been rounded to an integer, in its low bits
-_SIGN = -(2**31)  # the bit, as i32
+_SIGN = -(2**31)  # the bit, as i32; as ordered bits the number 0
 _STORE_WORD = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
 _STORE_LISTED = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.f32 [$0], $2; }"
 _LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.f32 $0, [$1]; }"
@@ -142,7 +142,7 @@ def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
     kth, needed = _where(has_top_k, by_top_k, (ptx.i32(0), needed))
     is_reached = lambda _, mass: _not(_greater(needed, arith.addf(before, mass)))
     by_top_p = lambda: arith.maxui(kth, _largest(row, candidates, ptx.i32(0), is_reached))
-    return _where(has_top_p, by_top_p, kth)
+    return arith.minui(_where(has_top_p, by_top_p, kth), ptx.i32(_SIGN))  # that of the largest logit, 0
 
 
 def _fill_bins(row: _Row):

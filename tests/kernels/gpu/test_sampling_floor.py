@@ -133,6 +133,15 @@ def test_what_lies_below_all_bins_does_not_empty_the_bins():
     check(x, [0], top_p, floor_of(x, [0], top_p))
 
 
+def test_the_largest_logit_is_kept_whatever_the_sums_are(monkeypatch):
+    """If no sum of the bins reached top_p, nothing would be listed."""
+    fill = kernel._fill_bins
+    more = lambda row: (lambda finite, total: (finite, total * np.float32(1.1)))(*fill(row))
+    monkeypatch.setattr(kernel, "_fill_bins", more)
+    x, top_k, top_p = random_rows(300, 1, 3)
+    assert (ordered(x[0]) >= floor_of(x, [0], [0.999])[0]).any()
+
+
 def test_a_floor_does_not_depend_on_the_other_rows():
     x, top_k, top_p = random_rows(2000, 6, 3)
     together = floor_of(x, top_k, top_p)
