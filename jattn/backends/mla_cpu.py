@@ -19,7 +19,7 @@ from jattn.cache.latent import is_wide
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
 from jattn.ops.layer import output_dtype
-from jattn.ops.mla import LatentAttention, MLAMetadata
+from jattn.ops.mla import LatentAttention, MLAMetadata, with_gradient_of
 from jattn.ops.ragged import RaggedBatch
 from jattn.ops.state import AttentionState
 from jattn.types import Feature
@@ -54,11 +54,6 @@ class NativeLatentAttention(LatentAttention):
         )
         return jax.lax.cond(jnp.any(m.level.batch.query_lens > 0), compute, nothing)
 
-    def prefill_mha(
-        self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None
-    ) -> AttentionState:
-        return _materialised(self, q, cache, m, params, kv_c, k_pe)
-
     def attend_materialised(
         self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
     ) -> AttentionState:
@@ -87,33 +82,11 @@ def _multiplies_in_bf16(q: jax.Array, cache: PagedKV) -> bool:
     return q.dtype == jnp.bfloat16 and cache.spec.dtype not in ("float32", "float16")
 
 
-def _with_plain_gradient(method: str):
-    """Decorator of (latent, q, cache, m, params, ..): its gradient is that of the method of LatentAttention."""
-
-    def decorated(function):
-        call = jax.custom_vjp(function, nondiff_argnums=(0,))
-
-        def backward(latent: NativeLatentAttention, saved, cotangent):
-            q, cache, m, *others = saved
-            plain = LatentAttention(latent.spec, latent.path)
-            compute = lambda q, cache, *others: getattr(plain, method)(q, cache, m, *others)
-            dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
-            return dq, dcache, None, *dothers
-
-        call.defvjp(lambda latent, *args: (function(latent, *args), args), backward)
-        return call
-
-    return decorated
+def _plain_absorbed(latent: NativeLatentAttention, *args) -> AttentionState:
+    return LatentAttention(latent.spec, latent.path).forward_mqa(*args)
 
 
-@_with_plain_gradient("prefill_mha")
-def _materialised(latent: NativeLatentAttention, q, cache: PagedKV, m, params: MLAParams, kv_c, k_pe) -> AttentionState:
-    return LatentAttention.prefill_mha(
-        latent, q, cache, m, params, kv_c, k_pe
-    )  # which calls latent.attend_materialised
-
-
-@_with_plain_gradient("forward_mqa")
+@with_gradient_of(_plain_absorbed)
 def _absorbed(latent: NativeLatentAttention, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
     spec, stored, params = latent.spec, cache.spec, absorb(latent.spec, params)
     is_split = not is_wide(spec, stored)

@@ -163,13 +163,19 @@ class LatentAttention:
         kv_c [T L], k_pe [T R]: the rows of the new tokens. If they are given, only earlier tokens are read from the
         cache, so a quantised cache does not round the new ones. None: all tokens are read from the cache.
         """
-        spec, params = self.spec, absorb(self.spec, params)
         if self.combine is not None:
             raise UnsupportedError("with keys on several ranks only the absorbed form is supported; use forward_mqa")
+        return _prefill(self, q, cache, m, params, kv_c, k_pe)
+
+    def merged_windows(
+        self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, kv_c, k_pe, *, differentiable: bool
+    ) -> AttentionState:
+        """prefill_mha. differentiable: a loop whose length depends on the block table's width, and not on the batch."""
+        spec, params = self.spec, absorb(self.spec, params)
         batch = m.level.batch
         read = batch.seq_lens if kv_c is None else jnp.maximum(batch.seq_lens - batch.query_lens, 0)
         read = jnp.where(batch.query_lens > 0, read, 0)
-        state = self._context(q, cache, m, params, read)
+        state = self._context(q, cache, m, params, read, differentiable)
         if kv_c is not None:
             assert k_pe is not None
             own = dataclasses.replace(batch, seq_lens=batch.query_lens, kv_offset=batch.seq_lens - batch.query_lens)
@@ -194,11 +200,12 @@ class LatentAttention:
         """The absorbed form for the requests with few queries, in a batch in which the others are materialised."""
         return self.forward_mqa(q, cache, m, params)
 
-    def _context(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array) -> AttentionState:
+    def _context(
+        self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array, differentiable: bool
+    ) -> AttentionState:
         """Attention over the first `read` i32[R] cached keys of each request.
 
-        The tokens of all requests, packed, are divided into windows of CONTEXT_TOKENS. A window without tokens is
-        skipped, so the work is proportional to the number of tokens.
+        The tokens of all requests, packed, are divided into windows of CONTEXT_TOKENS.
         """
         spec, batch = self.spec, m.level.batch
         table = jnp.asarray(m.block_table)
@@ -216,14 +223,17 @@ class LatentAttention:
             k, v = materialised(*rows, params, _product_dtype(cache, params))
             return merge(state, self.attend_materialised(q, k, v, cache, m, here, params))
 
-        def step(state, window):
-            low = window * size
-            attended = jax.lax.cond(low < total, attend, lambda state, low: state, state, low)
-            return attended, None
-
         nothing = AttentionState.empty(q.shape[0], spec.num_heads, spec.v_head_dim)
+        if not differentiable:
+            step = lambda carry: (attend(*carry), carry[1] + size)
+            return jax.lax.while_loop(lambda carry: carry[1] < total, step, (nothing, jnp.int32(0)))[0]
+
+        def attend_if_any(state, window):
+            low = window * size
+            return jax.lax.cond(low < total, attend, lambda state, low: state, state, low), None
+
         windows = jnp.arange(cdiv(table.size * cache.spec.block_size, size), dtype=jnp.int32)
-        return jax.lax.scan(jax.checkpoint(step), nothing, windows)[0]
+        return jax.lax.scan(jax.checkpoint(attend_if_any), nothing, windows)[0]
 
     def attend_materialised(
         self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
@@ -238,6 +248,33 @@ class LatentAttention:
             out_dtype="float32",
         )
         return attend_packed(call, q, k, v, batch, _attention_params(params))
+
+
+def with_gradient_of(plain: Callable) -> Callable:
+    """Decorator of (latent, q, cache, m, params, ..): its gradient is that of plain(latent, ..), which runs again."""
+
+    def decorated(function):
+        call = jax.custom_vjp(function, nondiff_argnums=(0,))
+
+        def backward(latent: LatentAttention, saved, cotangent):
+            q, cache, m, *others = saved
+            compute = lambda q, cache, *others: plain(latent, q, cache, m, *others)
+            dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
+            return dq, dcache, None, *dothers
+
+        call.defvjp(lambda latent, *args: (function(latent, *args), args), backward)
+        return call
+
+    return decorated
+
+
+def _plain_prefill(latent: LatentAttention, *args) -> AttentionState:
+    return LatentAttention(latent.spec, latent.path).merged_windows(*args, differentiable=True)
+
+
+@with_gradient_of(_plain_prefill)
+def _prefill(latent: LatentAttention, *args) -> AttentionState:
+    return latent.merged_windows(*args, differentiable=False)
 
 
 def materialised(

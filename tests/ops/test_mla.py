@@ -11,7 +11,24 @@ import pytest
 import jattn
 from jattn import MLAAttention, MLASpec
 from tests.kernels.cpu.native_setup import needs_library
-from tests.ops.latent import FEATURES, MHA, MQA, OWN, PLAIN, QUERIES, SIZES, SPEC, Case, S, check, normal, run
+from tests.ops.latent import (
+    FEATURES,
+    MHA,
+    MQA,
+    OWN,
+    PADDED_REQS,
+    PADDED_TOKENS,
+    PLAIN,
+    QUERIES,
+    SIZES,
+    SPEC,
+    TOTALS,
+    Case,
+    S,
+    check,
+    normal,
+    run,
+)
 from tests.oracle import quant
 
 NATIVE = pytest.param("mla_cpu_native", marks=needs_library)
@@ -154,11 +171,11 @@ def test_the_door_reads_long_requests_materialised_and_short_ones_absorbed(monke
 
 
 def kernels_always_called(jaxpr) -> int:
-    """The C++ calls of a jaxpr that are in no branch of a cond."""
+    """The C++ calls of a jaxpr that are in no branch of a cond, and in no loop, which may have no steps."""
     inner = (
         sub
         for eqn in jaxpr.eqns
-        if eqn.primitive.name != "cond"
+        if eqn.primitive.name not in ("cond", "while")
         for sub in jax.extend.core.jaxprs_in_params(eqn.params)
     )
     return sum(eqn.primitive.name == "ffi_call" for eqn in jaxpr.eqns) + sum(map(kernels_always_called, inner))
@@ -176,6 +193,31 @@ def test_in_a_batch_of_prompts_the_products_of_the_absorbed_form_are_not_compute
         return kernels_always_called(jax.make_jaxpr(mla.attend)(q, cache, mla.build(meta), params).jaxpr)
 
     assert (calls(long), calls(1)) == (0, 3)
+
+
+def loops(jaxpr) -> list[int | None]:
+    """The length of each loop of a jaxpr, in calls too; None: it depends on data."""
+    found = [eqn.params.get("length") for eqn in jaxpr.eqns if eqn.primitive.name in ("scan", "while")]
+    inner = (sub for eqn in jaxpr.eqns for sub in jax.extend.core.jaxprs_in_params(eqn.params))
+    return [*found, *(n for sub in inner for n in loops(sub))]
+
+
+@pytest.mark.parametrize("backend", ["mla_sdpa", NATIVE])
+def test_a_wide_block_table_makes_no_loop_longer(backend, monkeypatch):
+    """An engine's table has room for the longest request in each row: thousands of windows, of which few are used."""
+    monkeypatch.setattr("jattn.ops.mla.CONTEXT_TOKENS", 7)
+    case = Case(MLASpec(**SIZES, scale=0.19), backend=backend)
+    params = case.mla.prepare_params(case.params)
+
+    def lengths(width: int) -> list[int | None]:
+        table = np.pad(case.table(), ((0, 0), (0, width)))
+        meta = jattn.CommonAttentionMetadata.from_lengths(
+            QUERIES, TOTALS, table, S, num_tokens=PADDED_TOKENS, num_reqs=PADDED_REQS
+        )
+        args = case.q, case.cache, case.mla.build(meta), params
+        return loops(jax.make_jaxpr(lambda *args: case.mla.prefill_mha(*args))(*args).jaxpr)
+
+    assert lengths(0) == lengths(1000) and None in lengths(0)
 
 
 def test_cached_tokens_are_materialised_window_by_window(monkeypatch):
