@@ -39,7 +39,7 @@ def owner_of(target: str):
 
 
 def forget_traces() -> None:
-    for jitted in (dispatch, sampling.choose, sampling._drawn):
+    for jitted in (dispatch, sampling.choose, sampling._sampled):
         jitted.clear_cache()
 
 

@@ -1,5 +1,7 @@
 """The kernel that rotates and writes: every address of every thread on the PTX model, and that it lowers for CUDA."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -84,7 +86,8 @@ def lowered(attn, rope, dtype="bfloat16"):
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     export = jax.export.export(jax.jit(step, donate_argnums=3), platforms=["cuda"], disabled_checks=[check])
     text = export(q, kv, kv, cache).mlir_module()
-    names = [n for n in ("rotate_and_write", "write_kv_pages") if f"{n}_mosaic" in text or f"/{n}/" in text]
+    kernels = ("rotate_and_write", "write_kv_pages")
+    names = [n for n in kernels if re.search(rf'{n}_mosaic|["/]{n}[/"]', text)]
     return names, text.count("custom_call @mosaic_gpu_v2")
 
 
