@@ -197,16 +197,21 @@ def _bins_of_floor(row: _Row, top_k, has_top_k, needed):
 def _sums_of_bins(row: _Row) -> list:
     """For each of the thread's bins: how many logits it and the bins before have, and about their exponentials' sum."""
     counts = _counts_of_bins(row)
-    number = ptx.mul(row.thread, _BINS_OF_THREAD)
-    weight = _exponential(arith.mulf(_to_float(number), ptx.f32(-1 / BINS_PER_NAT)))
-    factors = [ptx.f32(math.exp(-i / BINS_PER_NAT)) for i in range(_BINS_OF_THREAD)]
-    masses = [arith.mulf(arith.mulf(_to_float(n), weight), f) for n, f in zip(counts, factors, strict=True)]
-    count, mass = _sums_before(row, functools.reduce(arith.addi, counts), functools.reduce(arith.addf, masses))
-    sums = []
-    for n, m in zip(counts, masses, strict=True):
+    of_thread = functools.reduce(arith.addi, counts), functools.reduce(arith.addf, _masses_of_bins(row, counts))
+    count, mass = _sums_before(row, *of_thread)
+    counts, sums = _counts_of_bins(row), []  # again: on sm_80 shuffles may be calls, before which registers are saved
+    for n, m in zip(counts, _masses_of_bins(row, counts), strict=True):
         count, mass = ptx.add(count, n), arith.addf(mass, m)
         sums.append((count, mass))
     return sums
+
+
+def _masses_of_bins(row: _Row, counts) -> list:
+    """About the sum of the exponentials in each of the thread's bins."""
+    number = ptx.mul(row.thread, _BINS_OF_THREAD)
+    weight = _exponential(arith.mulf(_to_float(number), ptx.f32(-1 / BINS_PER_NAT)))
+    factors = [ptx.f32(math.exp(-i / BINS_PER_NAT)) for i in range(_BINS_OF_THREAD)]
+    return [arith.mulf(arith.mulf(_to_float(n), weight), f) for n, f in zip(counts, factors, strict=True)]
 
 
 def _counts_of_bins(row: _Row) -> list:
