@@ -92,7 +92,7 @@ def choose(
 
     branches = (
         lambda: without_logprobs(_usable(logits, _first_largest(logits))),
-        lambda: without_logprobs(_usable(logits, _sampled(logits, rows, map_rows))),
+        lambda: without_logprobs(_usable(logits, _sample_on_devices(logits, rows, map_rows))),
         lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], map_rows),
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
@@ -107,7 +107,7 @@ def _with_logprobs(
     top_logprobs, top_tokens = most_likely(raw, top, map_rows is not None)
     after = penalised(logits, penalties)
     tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0), lambda: _sampled(after, rows, map_rows), lambda: _first_largest(after)
+        jnp.any(rows.temperature > 0), lambda: _sample_on_devices(after, rows, map_rows), lambda: _first_largest(after)
     )
     chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
     tokens = _usable(after, tokens)
@@ -139,8 +139,7 @@ def _first_largest(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="map_rows")  # two branches of `choose` share one trace
-def _sampled(logits: jax.Array, rows: SamplingRows, map_rows: MapRows | None) -> jax.Array:
-    """i32[R] a token drawn for each row; for a greedy row the likeliest."""
+def _sample_on_devices(logits: jax.Array, rows: SamplingRows, map_rows: MapRows | None) -> jax.Array:
     return _sample(logits, rows) if map_rows is None else map_rows(_sample, logits, rows)
 
 
@@ -160,6 +159,7 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 
 
 def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
+    """i32[R] a token drawn for each row; for a greedy row the likeliest."""
     # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
     temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]

@@ -39,7 +39,7 @@ def owner_of(target: str):
 
 
 def forget_traces() -> None:
-    for jitted in (dispatch, sampling.choose, sampling._sampled):
+    for jitted in (dispatch, sampling.choose, sampling._sample_on_devices):
         jitted.clear_cache()
 
 

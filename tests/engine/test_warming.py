@@ -83,7 +83,7 @@ def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_ro
         decoder._self_attention,
         decoder._layer_gives,
         sampling.choose,
-        sampling._sampled,
+        sampling._sample_on_devices,
         dispatch.dispatch.function,
     ):
         if hasattr(function, "clear_cache"):
