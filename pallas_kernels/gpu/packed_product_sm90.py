@@ -24,10 +24,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, scf
-from jax.experimental.mosaic.gpu import utils
+from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_rows_sm90 as packed_rows
 from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
@@ -150,7 +149,7 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
     weights = lambda i: _load_weights(cfg, places, at(i), ptx.bool_to_i32(is_step(i)))
     start = [weights(ptx.i32(j)) for j in range(cfg.depth)]
     begin = edge(ptx.mul(split, cfg.along))
-    packed_rows.copy(cfg, here, base, begin, _loop)
+    packed_rows.copy(cfg, here, base, begin)
     _wait_for_rows()
     rows = []
     for n in range(cfg.tile_rows // 8):
@@ -163,13 +162,14 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
             i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
             _hold()
             rows_of_step = functools.partial(packed_rows.load, cfg, base, rows, arith.subi(at(i), begin))
-            acc = _where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], rows_of_step, acc), acc)
+            # A branch also keeps ptxas from mixing the instructions of several steps, for which registers are too few.
+            acc = control.where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], rows_of_step, acc), acc)
             slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
         return slots, acc
 
     acc = [[[ptx.f32(0.0)] * 4 for _ in rows] for _ in range(cfg.columns // 2)]
     turns = arith.divui(ptx.add(count, ptx.i32(cfg.depth - 1)), ptx.i32(cfg.depth))
-    return _loop(turns, (start, acc), turn)[1]
+    return control.loop(turns, (start, acc), turn)[1]
 
 
 def _wait_for_rows():
@@ -180,25 +180,6 @@ def _wait_for_rows():
 def _hold():
     """Loads before it stay before it. ptxas would move them to where what they load is used, and wait there."""
     ptx.asm("bar.warp.sync 0xffffffff;", "")
-
-
-def _loop(count, carry, step):
-    """carry = step(i, carry) for i < count."""
-    return utils.fori(count, carry)(step).results
-
-
-def _where(condition, compute, otherwise):
-    """compute() where the condition holds for the warp, else the other values.
-
-    The branch also keeps ptxas from mixing the instructions of several steps, for which it has too few registers.
-    """
-    values, tree = jax.tree.flatten(otherwise)
-    branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.yield_(jax.tree.leaves(compute()))
-    with ir.InsertionPoint(branch.else_block):
-        scf.yield_(values)
-    return jax.tree.unflatten(tree, list(branch.results))
 
 
 def _divided(words: list, each: int) -> list:

@@ -11,6 +11,7 @@ A run is what shares scales in a step. Its number, as f32, is
 
 from jax._src.lib.mlir.dialects import arith
 
+from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.packed_product_config import BLOCK, COPIES, PackedProductConfig
@@ -18,11 +19,10 @@ from pallas_kernels.gpu.packed_sums_sm90 import load_words, place_of
 from pallas_kernels.gpu.queries_sm90 import TOP, powers
 
 
-def copy(cfg: PackedProductConfig, here, base, begin, loop) -> None:
+def copy(cfg: PackedProductConfig, here, base, begin) -> None:
     """The CTA's part of the rows of x to SMEM, [rows, row_bytes], and the numbers of its runs, [runs, tile_rows].
 
     Each thread copies some pieces of 8 inputs. Threads side by side find the number of a run.
-    loop(count, carry, step): carry = step(i, carry) for i < count.
     """
     threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
@@ -52,7 +52,7 @@ def copy(cfg: PackedProductConfig, here, base, begin, loop) -> None:
                 _store_number(cfg, base, row, piece, is_used, number)
         return carry
 
-    loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
+    control.loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
 
 
 def _distances(cfg: PackedProductConfig) -> list[int]:

@@ -22,10 +22,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, scf
-from jax.experimental.mosaic.gpu import utils
+from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import ptx_sm90 as ptx
 
 WARPGROUPS = 4
@@ -120,7 +120,7 @@ def _store_floor(row: _Row):
     has_top_k = arith.andi(ptx.less(ptx.i32(0), top_k), ptx.less(top_k, ptx.i32(row.vocab)))
     has_top_p = _greater(ptx.f32(1.0), top_p)
     compute = lambda: _floor(row, top_k, has_top_k, top_p, has_top_p)
-    floor = _where(arith.ori(has_top_k, has_top_p), compute, ptx.i32(0))
+    floor = control.where(arith.ori(has_top_k, has_top_p), compute, ptx.i32(0))
     ptx.asm(_STORE_WORD, "l,r,r", row.floor_at, ptx.bool_to_i32(ptx.equal(row.thread, ptx.i32(0))), floor)
 
 
@@ -130,7 +130,7 @@ def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
     has_top_k = _all(has_top_k, _not(ptx.less(finite, top_k)))  # otherwise it keeps all that can be drawn
     needed = arith.mulf(top_p, total)
     first, last = _bins_of_floor(row, top_k, has_top_k, needed)
-    first, last = _where(_not(has_top_k), lambda: _narrowed(row, first, last, needed), (first, last))
+    first, last = control.where(_not(has_top_k), lambda: _narrowed(row, first, last, needed), (first, last))
     before, candidates = _fill_lists(row, first, last)
 
     def by_top_k():
@@ -139,10 +139,10 @@ def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
         ties = _to_float(arith.subi(top_k, count))
         return kth, arith.mulf(top_p, ptx.fma(ties, _exponential(_logit(kth)), mass))
 
-    kth, needed = _where(has_top_k, by_top_k, (ptx.i32(0), needed))
+    kth, needed = control.where(has_top_k, by_top_k, (ptx.i32(0), needed))
     is_reached = lambda _, mass: _not(_greater(needed, arith.addf(before, mass)))
     by_top_p = lambda: arith.maxui(kth, _largest(row, candidates, ptx.i32(0), is_reached))
-    return arith.minui(_where(has_top_p, by_top_p, kth), ptx.i32(_SIGN))  # that of the largest logit, 0
+    return arith.minui(control.where(has_top_p, by_top_p, kth), ptx.i32(_SIGN))  # that of the largest logit, 0
 
 
 def _fill_bins(row: _Row):
@@ -248,7 +248,7 @@ def _narrowed(row: _Row, first, last, needed):
         after = ptx.add(middle, ptx.i32(1))
         return arith.select(is_missing, after, first), arith.select(is_missing, last, middle)
 
-    return _while(is_wide, halve, first, last)
+    return control.repeat(is_wide, halve, first, last)
 
 
 def _sums_before(row: _Row, count, mass):
@@ -283,7 +283,7 @@ def _fill_lists(row: _Row, first, last):
         some = _not(ptx.equal(_votes(functools.reduce(arith.ori, chosen)), ptx.i32(0)))
         append = lambda n, one: _append(row, n, *one)
         append_all = lambda: functools.reduce(append, zip(values, chosen, strict=True), count)
-        return before, _where(some, append_all, count)
+        return before, control.where(some, append_all, count)
 
     before, count = _each_logit(row, step, (ptx.f32(0.0), ptx.i32(0)))
     before, longest = _over_cta(row, [before, count], [arith.addf, arith.maxsi])
@@ -345,7 +345,7 @@ def _each_candidate(candidates: _Candidates, step, carry):
         return carry
 
     turns = arith.divui(ptx.add(candidates.count, ptx.i32(VALUES_SEARCHED - 1)), ptx.i32(VALUES_SEARCHED))
-    return _loop(turns, carry, several)
+    return control.loop(turns, carry, several)
 
 
 def _largest(row: _Row, candidates: _Candidates, last_bin, holds):
@@ -368,7 +368,7 @@ def _largest(row: _Row, candidates: _Candidates, last_bin, holds):
         is_lower = holds(*_from_key(row, candidates, middle))
         return arith.select(is_lower, middle, low), arith.select(is_lower, end, middle)
 
-    return _loop(arith.subi(ptx.i32(32), zeros), (low, ptx.add(high, ptx.i32(1))), halve)[0]
+    return control.loop(arith.subi(ptx.i32(32), zeros), (low, ptx.add(high, ptx.i32(1))), halve)[0]
 
 
 def _from_key(row: _Row, candidates: _Candidates, least):
@@ -401,7 +401,7 @@ def _each_logit(row: _Row, step, carry):
             )
         return step(values, carry)
 
-    return _loop(ptx.i32(cdiv(row.vocab, THREADS * VALUES)), carry, several)
+    return control.loop(ptx.i32(cdiv(row.vocab, THREADS * VALUES)), carry, several)
 
 
 def _over_cta(row: _Row, values, combine) -> list:
@@ -512,31 +512,3 @@ def _address_of_shared(address):
 
 def _barrier():
     ptx.asm("bar.sync 0;", "")
-
-
-def _loop(count, carry, step):
-    """carry = step(i, carry) for i < count."""
-    return utils.fori(count, (carry,))(lambda i, carry: (step(i, *carry),)).results[0]
-
-
-def _while(condition, step, *carry):
-    """carry = step(*carry) as long as condition(*carry) holds, in all threads of the CTA."""
-    loop = scf.WhileOp([x.type for x in carry], list(carry))
-    before, after = (region.blocks.append(*(x.type for x in carry)) for region in (loop.before, loop.after))
-    with ir.InsertionPoint(before):
-        scf.condition(condition(*before.arguments), list(before.arguments))
-    with ir.InsertionPoint(after):
-        scf.yield_(list(step(*after.arguments)))
-    return tuple(loop.results)
-
-
-def _where(condition, compute, otherwise):
-    """compute() where the condition holds, else the values. Threads that meet in compute, at a barrier or in a vote,
-    must have the same condition."""
-    values, tree = jax.tree.flatten(otherwise)
-    branch = scf.IfOp(condition, [value.type for value in values], has_else=True)
-    with ir.InsertionPoint(branch.then_block):
-        scf.yield_(jax.tree.leaves(compute()))
-    with ir.InsertionPoint(branch.else_block):
-        scf.yield_(values)
-    return jax.tree.unflatten(tree, list(branch.results))

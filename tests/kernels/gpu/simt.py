@@ -8,9 +8,11 @@ import contextlib
 import re
 from unittest import mock
 
+import jax
 import ml_dtypes
 import numpy as np
 
+from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import peer_sums_sm90 as peer_sums
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
@@ -360,6 +362,21 @@ def emulated(module, machine: Machine):
         fragment.registers[:] = words
         return fragment
 
+    def loop(count, carry, step):
+        for i in range(np.max(count)):
+            carry = step(np.full(machine.lane.shape, i, np.int32), carry)
+        return carry
+
+    def repeat(condition, step, *carry):
+        while np.all(condition(*carry)):
+            carry = step(*carry)
+        return carry
+
+    def where(condition, compute, otherwise):
+        if not np.any(condition):
+            return otherwise
+        return jax.tree.map(lambda new, old: np.where(condition, _like(new, old), old), compute(), otherwise)
+
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
     modules = {ptx, peer_words, peer_sums, token_share, token_tile, module}
     swaps = [
@@ -375,6 +392,7 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "asm", lambda text, _, *args, **kw: assembled(0, text, *args)),
         mock.patch.object(ptx, "asm_value", one),
         mock.patch.object(ptx, "asm_values", lambda text, _, count, *args, **kw: assembled(count, text, *args)),
+        *(mock.patch.object(control, f.__name__, f) for f in (loop, repeat, where)),
         mock.patch.object(rows, "empty_fragment", lambda shape, layout, *_: Fragment(shape, layout)),
         mock.patch.object(rows, "fill", fill),
         mock.patch.object(rows, "fragment_of_words", fragment_of_words),

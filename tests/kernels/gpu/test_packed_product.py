@@ -86,18 +86,10 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
     whole = machine.lane // 128
 
-    def loop(count, carry, step):
-        for i in range(count.max()):
-            carry = step(every(i), carry)
-        return carry
-
     def of_peer(place, rank):
         return base + rank * shared + (place - base) % shared
 
-    def where(condition, compute, otherwise):
-        return jax.tree.map(lambda new, old: np.where(condition, new, old).astype(np.float32), compute(), otherwise)
-
-    swaps = dict(_loop=loop, _where=where, _hold=lambda: None, _wait_for_rows=lambda: None)
+    swaps = dict(_hold=lambda: None, _wait_for_rows=lambda: None)
     at_the_end = dict(wait_to_leave=lambda cfg: None, wait_for_all=lambda cfg: None, of_peer=of_peer, arith=Arith)
     with (
         emulated(kernel, machine),

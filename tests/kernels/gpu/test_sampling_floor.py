@@ -35,24 +35,8 @@ def floor_of(x, top_k, top_p, **sizes) -> np.ndarray:
 
 @contextlib.contextmanager
 def _on_the_model(machine: Machine):
-    def loop(count, carry, step):
-        for i in range(np.max(count)):
-            carry = step(np.full(machine.lane.shape, i, np.int32), carry)
-        return carry
-
-    def where(condition, compute, otherwise):
-        if not np.any(condition):
-            return otherwise
-        same = lambda old, new: new.view(old.dtype) if new.dtype.itemsize == old.dtype.itemsize else new
-        return jax.tree.map(lambda new, old: np.where(condition, same(old, new), old), compute(), otherwise)
-
-    def repeat(condition, step, *carry):
-        while np.all(condition(*carry)):
-            carry = step(*carry)
-        return carry
-
     swaps = dict(
-        _loop=loop, _where=where, _while=repeat, _is_float=lambda x: x.dtype == np.float32,
+        _is_float=lambda x: x.dtype == np.float32,
         _address_of_shared=lambda place: place.astype(np.int64),
     )  # fmt: skip
     with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps):
