@@ -10,7 +10,6 @@ so the kernel takes as many heads at a time as have a tile for each CTA: then th
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from jattn.backends.gpu_kernel import fields_for_equal_registers
 from jattn.cache import PagedKV
 from jattn.cache.latent import gather_latent
 from jattn.mla_spec import MLAParams, MLASpec, absorb
-from jattn.ops.mla import LatentAttention, MLAMetadata
+from jattn.ops.mla import LatentAttention, MLAMetadata, with_gradient_of
 from jattn.ops.state import AttentionState, merge
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.paging import cdiv, slots_of
@@ -89,7 +88,11 @@ def prefill_reasons(spec: MLASpec, dtype: str) -> list[str]:
     return supports(projection_config(spec, dtype, PAGE))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _plain_prefill(latent: LatentAttention, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, new_rows=None):
+    return latent.prefill_mha(q, cache, m, params, *(new_rows or ()))
+
+
+@with_gradient_of(_plain_prefill)
 def projected_prefill(
     latent: LatentAttention, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams, new_rows=None
 ) -> AttentionState:
@@ -187,23 +190,3 @@ def _project(spec: MLASpec, rows: jax.Array, weights) -> tuple[jax.Array, jax.Ar
         return times(rows, of_keys), values
     ropes = jnp.broadcast_to(ropes[:, None], (rows.shape[0], spec.num_heads, ropes.shape[1]))
     return jnp.concatenate([times(latents, of_keys), ropes], axis=-1), values
-
-
-def _backward(latent: LatentAttention, saved, cotangent):
-    q, cache, m, params, new_rows = saved
-    rows = () if new_rows is None else new_rows
-
-    def reference(q, cache, params, rows):
-        return latent.prefill_mha(q, cache, m, params, *rows)
-
-    dq, dcache, dparams, drows = jax.vjp(reference, q, cache, params, rows)[1](cotangent)
-    return dq, dcache, None, dparams, None if new_rows is None else drows
-
-
-projected_prefill.defvjp(
-    lambda latent, q, cache, m, params, new_rows=None: (
-        projected_prefill(latent, q, cache, m, params, new_rows),
-        (q, cache, m, params, new_rows),
-    ),
-    _backward,
-)
