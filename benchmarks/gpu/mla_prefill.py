@@ -35,6 +35,7 @@ class PrefillCase:
     heads: int = 128
     dtype: str = "bfloat16"  # of the cache
     constants: tuple = ()  # (name, value) pairs of mla_gpu_prefill
+    room: int = 0  # tokens that the block table has room for, as an engine's has; 0: the tokens of the longest request
 
     @property
     def spec(self) -> MLASpec:
@@ -53,6 +54,8 @@ CASES = (
     PrefillCase("mla_pre_4x512_of_4k_h128", ((512, 4096),) * 4),
     PrefillCase("mla_pre_1x8k_h128", ((8192, 8192),)),
     PrefillCase("mla_pre_2k_of_64k_h16", ((2048, 65536),), heads=16),
+    PrefillCase("mla_pre_2k_of_6k_h16_room", ((2048, 6144),), heads=16, room=131072),
+    PrefillCase("mla_pre_2k_of_16k_h128_room", ((2048, 16384),), room=131072),
     PrefillCase("mla_pre_2k_of_16k_h128_fp8", ((2048, 16384),), dtype="float8_e4m3fn"),
     PrefillCase("mla_mixed_32d_2k_of_16k_h128", (*((1, 4096),) * 32, (2048, 16384))),
     PrefillCase("mla_pre_2k_of_40k_h128", ((2048, 40960),)),
@@ -69,7 +72,7 @@ def _measure(case: PrefillCase, iterations: int) -> dict:
     spec, rng = case.spec, np.random.default_rng(0)
     counts = [-(-s // PAGE) for _, s in case.lengths]
     order, used = rng.permutation(sum(counts)), np.cumsum([0, *counts])
-    table = np.zeros((len(counts), max(counts)), np.int32)
+    table = np.zeros((len(counts), max(*counts, case.room // PAGE)), np.int32)
     for r, n in enumerate(counts):
         table[r, :n] = order[used[r] : used[r] + n]
     eight = case.dtype != "bfloat16"

@@ -6,10 +6,12 @@ logits -> (log-probabilities) -> penalties -> / temperature -> min_p -> top_k ->
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jattn.engine.likeliest import likeliest
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling_floor import ordered_bits, sampling_floor
 from jattn.types import AnyArray, pytree
@@ -24,8 +26,8 @@ STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
 
 
-MapRows = Callable[..., jax.Array]
-"""(function, logits [R vocab], rules) -> function(logits, rules) [R], of which each device computes some rows."""
+MapRows = Callable[..., Any]
+"""(function, logits [R vocab], rules) -> function(logits, rules): arrays [R ..], each device computes some rows."""
 
 
 @pytree
@@ -81,8 +83,8 @@ def choose(
     sampled: i32[S R], the tokens of the rows since `penalties` were made; negative ones are unused.
     needs_history_or_logprobs: bool[], some row has penalties, or log-probabilities are requested. If it is False, the
     log-probabilities are not computed and are 0.
-    map_rows: if each device has a part of the vocabulary. No operation then gathers the logits: for a draw devices
-    exchange them, so that each has some rows.
+    map_rows: if each device has a part of the vocabulary. No operation then gathers the logits: for a draw, and for the
+    likeliest tokens, devices exchange them, so that each has some rows.
     """
     top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
 
@@ -103,15 +105,18 @@ def choose(
 def _with_logprobs(
     logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, map_rows: MapRows | None
 ) -> Sampled:
-    raw = jax.nn.log_softmax(logits, axis=-1)
-    top_logprobs, top_tokens = most_likely(raw, top, map_rows is not None)
+    of_rows = lambda logits, _: likeliest(logits, top)
+    values, top_tokens = of_rows(logits, None) if map_rows is None else map_rows(of_rows, logits, ())
     after = penalised(logits, penalties)
     tokens = jax.lax.cond(
         jnp.any(rows.temperature > 0), lambda: _sample_on_devices(after, rows, map_rows), lambda: _first_largest(after)
     )
-    chosen = jnp.take_along_axis(raw, tokens[:, None], axis=-1)[:, 0]
+    largest = values[:, :1]
+    log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
+    logprobs = lambda values: (values - largest) - log_sum
+    chosen = logprobs(jnp.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0]
     tokens = _usable(after, tokens)
-    return Sampled(tokens=tokens, logprobs=chosen, top_tokens=top_tokens, top_logprobs=top_logprobs)
+    return Sampled(tokens=tokens, logprobs=chosen, top_tokens=top_tokens, top_logprobs=logprobs(values))
 
 
 def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -176,36 +181,6 @@ def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     """-inf for all tokens below the sampling_floor. scaled: the logits minus their maximum."""
     floor = sampling_floor(scaled, rows.top_k, rows.top_p)
     return jnp.where(ordered_bits(scaled) >= floor[:, None], scaled, -jnp.inf)
-
-
-def most_likely(logprobs: jax.Array, count: int, is_distributed: bool = False) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of f32[R vocab], largest first, and their tokens i32: the same as lax.top_k.
-
-    For lax.top_k XLA sorts the whole vocabulary on a GPU, and compiles ten kernels. If the vocabulary is distributed,
-    XLA gathers it first.
-    """
-    if is_distributed:
-        return _one_by_one(count, logprobs)
-    top_k = lambda x: tuple(jax.lax.top_k(x, count))
-    values, tokens = jax.lax.platform_dependent(logprobs, cuda=functools.partial(_one_by_one, count), default=top_k)
-    return values, tokens
-
-
-def _one_by_one(count: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """lax.top_k in `count` passes.
-
-    Each token is put in place by jnp.where over the row. An update of a slice at `i` would be a copy that XLA cannot
-    record in a CUDA graph, and with it the loop over steps around it.
-    """
-    at, place = (jnp.arange(n, dtype=jnp.int32)[None] for n in (x.shape[-1], count))
-
-    def one(i, carry):
-        keys, tokens = carry
-        best = jnp.argmax(keys, axis=-1).astype(jnp.int32)[:, None]
-        return jnp.where(at == best, 0, keys), jnp.where(place == i, best, tokens)
-
-    _, tokens = jax.lax.fori_loop(0, count, one, (ordered_bits(x), jnp.zeros((len(x), count), jnp.int32)))
-    return jnp.take_along_axis(x, tokens, axis=-1), tokens
 
 
 def _row_key(seed: AnyArray, position: AnyArray) -> jax.Array:

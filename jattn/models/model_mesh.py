@@ -346,17 +346,18 @@ class ModelMesh:
             return self.replicated(logits)
         return jax.lax.with_sharding_constraint(logits, NamedSharding(self.inner_mesh, PartitionSpec(None, self.axes)))
 
-    def map_rows(self, function: Callable, logits: jax.Array, rules: Any) -> jax.Array:
-        """Inside jit: function(logits [R vocab], rules) [R], whole on every rank. Each rank computes some rows.
+    def map_rows(self, function: Callable, logits: jax.Array, rules: Any) -> Any:
+        """Inside jit: function(logits [R vocab], rules), whole on every rank. Each rank computes some rows.
 
-        rules: a tree of arrays [R ..]. The result of a row must depend on that row only.
+        rules, and the result: trees of arrays [R ..]. The result of a row must depend on that row only.
         """
         count = logits.shape[0]
         padded = lambda x: jnp.pad(x, [(0, -count % self.size)] + [(0, 0)] * (x.ndim - 1), mode="edge")
         # Placed before and after the exchange, so that XLA does not distribute rows elsewhere in the program.
         logits, rules = self.over_vocabulary(padded(logits)), self.replicated(jax.tree.map(padded, rules))
         of_rank = PartitionSpec(self.axes)
-        return self.replicated(shard_map(self.inner_mesh, function, of_rank, of_rank)(logits, rules))[:count]
+        results = self.replicated(shard_map(self.inner_mesh, function, of_rank, of_rank)(logits, rules))
+        return jax.tree.map(lambda result: result[:count], results)
 
     def kept_caches(self, caches: Iterable[PagedKV]) -> tuple[PagedKV, ...]:
         """Inside jit: the same caches, placed as `empty_caches` places them."""

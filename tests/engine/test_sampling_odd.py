@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jattn import models
-from jattn.engine import SamplingParams, sampling
+from jattn.engine import SamplingParams, likeliest, sampling
+from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, choose
 from pallas_kernels.cpu.native import library
 from tests.engine.rows import penalties_of, sampling_rows
@@ -183,13 +184,16 @@ def test_the_chi_square_test_sees_a_key_that_does_not_advance():
 
 
 @pytest.mark.parametrize("count", [1, 20])
-def test_the_most_likely_one_by_one_are_those_of_a_sort(count):
-    x = np.random.default_rng(3).normal(size=(6, 300)).astype(np.float32)
+@pytest.mark.parametrize("vocab", [21, 512, 3001])
+def test_the_likeliest_by_parts_are_those_of_a_sort(count, vocab):
+    x = np.random.default_rng(3).normal(size=(7, vocab)).astype(np.float32)
     x[1] = np.round(x[1])  # many ties
     x[2, 7:] = -np.inf  # fewer finite numbers than are asked for
     x[3] = 0.0
     x[4, ::2] *= -0.0  # equal to 0
-    values, tokens = jax.jit(sampling._one_by_one, static_argnums=0)(count, jnp.asarray(x))
+    x[5] = np.sort(x[5])  # all of them in one part
+    x[6] = np.where(np.arange(vocab) % 16 == 5, 1.0, x[6] - 9)  # one in each part, all equal
+    values, tokens = jax.jit(likeliest._by_parts, static_argnums=0)(count, jnp.asarray(x))
     order = np.argsort(-x, axis=-1, kind="stable")[:, :count]
     np.testing.assert_array_equal(values, np.take_along_axis(x, order, axis=-1))
     np.testing.assert_array_equal(tokens, order)
@@ -248,7 +252,7 @@ def test_each_device_draws_some_rows_of_a_distributed_vocabulary(num_rows):
         shape for line in re.findall(r"= (.*?) all-gather\(", text) for shape in re.findall(r"\[([\d,]*)\]", line)
     ]
     sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in shapes]
-    assert sizes and max(sizes) <= 2 * (num_rows + 1), "a number of each row and device"
+    assert sizes and max(sizes) <= MAX_LOGPROBS * (num_rows + 1), "the likeliest tokens of each row, not its logits"
     alone = jax.jit(lambda *args: choose(*args)).lower(logits, *arguments).compile()
     assert compiled(placed, *arguments).tokens.tolist() == alone(logits, *arguments).tokens.tolist()
 
