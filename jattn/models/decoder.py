@@ -26,6 +26,7 @@ from jattn.models.layers import (
     last_x,
     layer_gives,
     layer_reads,
+    on_one_device,
 )
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.rank_sums import BY_XLA, RankSums
@@ -118,7 +119,7 @@ def _each_layer(
     wanted: the tokens to return after the last layer; None: all. The others end with its attention, because no key
     depends on what follows.
     """
-    caches, count = list(caches), len(config.layers)
+    caches, count, is_live = list(caches), len(config.layers), step.batches[0].token_is_live()
     for i, (layer, weights) in enumerate(zip(config.layers, params["layers"], strict=True)):
         angles, at = step.angles(layer.rope), config.cache_of(i)
         caches[at], read, x = _self_attention(
@@ -129,8 +130,8 @@ def _each_layer(
             caches[j], x = _cross_attention(layer, step.attns[j], weights, x, caches[j], step.plan(j), encoded)
         z = None if layer.layer_input is None else inputs[:, i]
         if wanted is not None and i == count - 1:
-            stream, read, x, z = jax.tree.map(lambda rows: rows[wanted], (stream, read, x, z))
-        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z, sums)
+            stream, read, x, z, is_live = jax.tree.map(lambda rows: rows[wanted], (stream, read, x, z, is_live))
+        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z, is_live, sums)
     return caches, stream
 
 
@@ -179,11 +180,14 @@ def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _layer_gives(
-    layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z, sums: RankSums
-):
+    layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z, is_live,
+    sums: RankSums,
+):  # fmt: skip
     if model_mesh is None:
-        return layer_gives(layer, weights, stream, read, attended, z)
-    return layer_gives(layer, weights, stream, read, attended, z, functools.partial(model_mesh.mlp, sums=sums))
+        function_of = functools.partial(on_one_device, is_live=is_live)
+    else:
+        function_of = functools.partial(model_mesh.mlp, sums=sums, is_live=is_live)
+    return layer_gives(layer, weights, stream, read, attended, z, function_of)
 
 
 class _AttentionPlans:

@@ -1,5 +1,6 @@
 """Parts of forward passes with and without a cache: embeddings, residual connections, MLPs and the head."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -81,11 +82,12 @@ def attention_sublayer(layer: LayerConfig, weights: dict[str, Any], x: jax.Array
 
 
 FunctionOf = Callable[[MLP | MoE], Callable]
-"""Makes the function (weights, x) -> y of an MLP or of experts: ModelMesh.mlp, or `_itself` on one device."""
+"""Makes the function (weights, x) -> y of an MLP or of experts: ModelMesh.mlp, or `on_one_device`."""
 
 
-def _itself(mlp: MLP | MoE) -> Callable:
-    return mlp
+def on_one_device(mlp: MLP | MoE, is_live: jax.Array | None = None) -> Callable:
+    """The MLP or the experts themselves. is_live bool[T]: as of MoE."""
+    return functools.partial(mlp, is_live=is_live) if isinstance(mlp, MoE) else mlp
 
 
 def mlp_sublayer(
@@ -93,7 +95,7 @@ def mlp_sublayer(
     weights: dict[str, Any],
     x: jax.Array,
     attended: jax.Array,
-    function_of: FunctionOf = _itself,
+    function_of: FunctionOf = on_one_device,
 ) -> jax.Array:
     """x after the MLP. attended: x after attention. x: the layer's input, which a parallel MLP reads."""
     compute = function_of(layer.mlp)
@@ -122,7 +124,7 @@ def layer_gives(
     read: tuple[jax.Array, jax.Array],
     attended: jax.Array,
     z: jax.Array | None,
-    function_of: FunctionOf = _itself,
+    function_of: FunctionOf = on_one_device,
 ) -> Stream:
     """The Stream after the layer. read: as `layer_reads` gives it. attended: x after attention. z: its layer input."""
     streams, x = read
@@ -145,12 +147,17 @@ def layer_gives(
 
 
 def whole_layer(
-    layer: LayerConfig, weights: dict[str, Any], stream: Stream, attention: Callable, z: jax.Array | None = None
+    layer: LayerConfig,
+    weights: dict[str, Any],
+    stream: Stream,
+    attention: Callable,
+    z: jax.Array | None = None,
+    function_of: FunctionOf = on_one_device,
 ) -> tuple:
     """(cache, the Stream after a layer without cross attention); attention(x) -> (cache, y)."""
     read = layer_reads(layer, weights, stream)
     cache, attended = attention_sublayer(layer, weights, read[1], attention)
-    return cache, layer_gives(layer, weights, stream, read, attended, z)
+    return cache, layer_gives(layer, weights, stream, read, attended, z, function_of)
 
 
 def last_x(config: ModelConfig, params: dict[str, Any], stream: Stream) -> jax.Array:

@@ -283,9 +283,12 @@ class ModelMesh:
         make = functools.partial(rank_sums, self.size, tokens, hidden)
         return shard_map(self.inner_mesh, make, (), REPLICATED)()
 
-    def mlp(self, mlp: MLP | MoE, sums: RankSums = BY_XLA) -> Callable[..., jax.Array]:
+    def mlp(
+        self, mlp: MLP | MoE, sums: RankSums = BY_XLA, is_live: jax.Array | None = None
+    ) -> Callable[..., jax.Array]:
         """The function (weights, x) -> y of a layer's MLP or experts; of experts also (weights, x, routed_by) -> y.
 
+        is_live bool[T]: as of MoE.
         Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks. Data ranks that
         share experts gather their tokens first, and then a reduce-scatter gives each the results of its own tokens.
         """
@@ -293,11 +296,12 @@ class ModelMesh:
             return functools.partial(sharded_mlp, self.inner_mesh, mlp, sums)
         count = mlp.num_experts // math.prod(self.mesh.shape[name] for name in self.expert_axes)  # of one rank
 
-        def body(weights: dict, sums: RankSums, *rows: jax.Array) -> jax.Array:
-            first, own = jax.lax.axis_index(self.expert_axes) * count, rows[0]
+        def body(weights: dict, sums: RankSums, x: jax.Array, routed_by, is_live) -> jax.Array:
+            first, own = jax.lax.axis_index(self.expert_axes) * count, x
             if self.experts_over_data:
-                rows = tuple(jax.lax.all_gather(each, "data", tiled=True) for each in rows)
-            y = mlp.routed(weights, rows[0], first, count, rows[-1])
+                gathered = lambda each: jax.lax.all_gather(each, "data", tiled=True)
+                x, routed_by, is_live = jax.tree.map(gathered, (x, routed_by, is_live))
+            y = mlp.routed(weights, x, first, count, routed_by, is_live)
             if self.experts_over_data:
                 y = jax.lax.psum_scatter(y, "data", tiled=True)
             y = y + mlp.of_shared(weights, own) if "shared" in weights else y
@@ -309,11 +313,10 @@ class ModelMesh:
             places |= {"shared": shared, "shared_gate": REPLICATED}
             used = [name for name in weights if shared is not None or name not in ("shared", "shared_gate")]
             of_used = lambda tree: {name: tree[name] for name in used}
-            rows = (x,) if routed_by is None else (x, routed_by)
             y = jax.shard_map(
-                body, mesh=self.inner_mesh, in_specs=(of_used(places), REPLICATED, *(REPLICATED for _ in rows)),
+                body, mesh=self.inner_mesh, in_specs=(of_used(places), *(REPLICATED,) * 4),
                 out_specs=REPLICATED, axis_names=set(self.axes), check_vma=False,
-            )(of_used(weights), sums, *rows)  # fmt: skip
+            )(of_used(weights), sums, x, routed_by, is_live)  # fmt: skip
             return y if mlp.shared is None or shared is not None else y + mlp.of_shared(weights, x)
 
         return distributed

@@ -114,12 +114,15 @@ class MoE:
             tree["shared_gate"] = linear_weight_specs(hidden, 1, ("embed", None), False)
         return tree if self.shared is None else tree | {"shared": self.shared.weight_specs(hidden)}
 
-    def __call__(self, weights: dict, x: jax.Array, routed_by: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, weights: dict, x: jax.Array, routed_by: jax.Array | None = None, is_live: jax.Array | None = None
+    ) -> jax.Array:
         """x [T, hidden] -> [T, hidden]; the result of a token does not depend on the other tokens.
 
         routed_by [T, hidden]: what the router reads; None: x.
+        is_live bool[T]: False for padding, for which no expert is read; None: there is none.
         """
-        y = self.routed(weights, x, routed_by=routed_by)
+        y = self.routed(weights, x, routed_by=routed_by, is_live=is_live)
         return y if self.shared is None else y + self.of_shared(weights, x)
 
     def routed(
@@ -129,6 +132,7 @@ class MoE:
         first: "jax.Array | int" = 0,
         count: int | None = None,
         routed_by: jax.Array | None = None,
+        is_live: jax.Array | None = None,
     ) -> jax.Array:
         """The weighted sum of the chosen experts among first .. first + count - 1; count None: among all experts.
 
@@ -138,9 +142,11 @@ class MoE:
         chosen, score = self._route(weights["router"], x if routed_by is None else routed_by)
         kept = jnp.where(chosen >= self.num_experts, score, 0).sum(axis=-1) if self.identity_experts else None
         flat, count = chosen.reshape(-1), self.num_experts if count is None else count
-        is_range = count < self.num_routes
+        is_range, may_lack = count < self.num_routes, count < self.num_routes or is_live is not None
         if is_range:
             flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # count: not in this range
+        if is_live is not None:
+            flat = jnp.where(jnp.repeat(is_live, self.top_k), flat, count)
         x, score = jnp.asarray(x), score.reshape(-1, 1).astype(x.dtype)
         kernels = [weights[name]["kernel"] for name in ("gate", "up", "down")]
         multiple = row_multiple(flat.shape[0], x.dtype, kernels, share=count / self.num_routes)
@@ -149,7 +155,7 @@ class MoE:
         if on_input := self.scores == "sigmoid_of_input":
             given = given * score[rows.choice]
         y = self._experts(weights, given, rows, multiple)
-        y = y.at[rows.row].get(mode="fill" if is_range else "promise_in_bounds", fill_value=0)  # 0: not in this range
+        y = y.at[rows.row].get(mode="fill" if may_lack else "promise_in_bounds", fill_value=0)  # 0: of no expert here
         y = y if on_input else y * score
         y = y.reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
         return y if kept is None else y + x * jnp.where(first == 0, kept, 0)[:, None].astype(x.dtype)

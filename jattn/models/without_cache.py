@@ -9,7 +9,16 @@ import jax.numpy as jnp
 from jattn.attention import attention
 from jattn.metadata import CommonAttentionMetadata
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.layers import Stream, embed_tokens, first_stream, head, last_hidden, last_x, whole_layer
+from jattn.models.layers import (
+    Stream,
+    embed_tokens,
+    first_stream,
+    head,
+    last_hidden,
+    last_x,
+    on_one_device,
+    whole_layer,
+)
 from jattn.nn import LatentConfig, rotate
 from jattn.nn.apply import angles_of
 from jattn.nn.attention_layer import AttentionConfig, project_and_attend
@@ -77,7 +86,8 @@ def _layer(layer: LayerConfig, backend: str, weights, stream: Stream, meta, keys
         attend = lambda y: _latent_attention(config, backend, weights["attn"], y, meta)
     else:
         attend = lambda y: _attention(config, backend, weights["attn"], y, meta, keys)
-    return whole_layer(layer, weights, stream, attend, z)
+    function_of = functools.partial(on_one_device, is_live=meta.token_is_live())
+    return whole_layer(layer, weights, stream, attend, z, function_of)
 
 
 def _attention(config: AttentionConfig, backend: str, weights, x, meta, keys) -> tuple:

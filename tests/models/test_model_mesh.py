@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 import jattn
 from jattn import models
+from jattn.models import moe
 from tests.models import examples, options, serving
 
 BLOCK_SIZE, BLOCKS = 4, 12
@@ -65,6 +66,23 @@ def test_every_further_family_on_two_ranks(name):
     params = examples.params_of(config)
     backend = serving.reference(config)
     same(logits_of(config, params, backend, model_mesh(config, 2)), logits_of(config, params, backend))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_no_expert_computes_padding(ranks, monkeypatch):
+    """Of each layer as many choices as the tokens have: two batches of 14 and 2 tokens, padded to 14."""
+    config = models.config_of(FAMILIES["mixtral"] | dict(intermediate_size=44))  # a shape that nothing else has traced
+    counts, arrange = [], moe.arrange
+
+    def counting(expert, experts, multiple=1):
+        jax.debug.callback(lambda count: counts.append(int(count)), (expert < experts).sum())
+        return arrange(expert, experts, multiple)
+
+    monkeypatch.setattr(moe, "arrange", counting)
+    logits_of(config, examples.params_of(config), mesh=model_mesh(config, ranks) if ranks > 1 else None)
+    jax.effects_barrier()
+    top_k = config.layers[0].mlp.top_k
+    assert sum(counts) == len(config.layers) * top_k * (14 + 2)
 
 
 @pytest.mark.parametrize("backend", ["split", "cpu_native", "pallas_cpu"])
