@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jattn.nn.attention_layer import linear, linears
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
-from jattn.ops.product import silu_product
+from jattn.ops.product import gated_product
 
 ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -22,6 +22,10 @@ ACTIVATIONS = {
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
+KERNEL_GATES = dict(
+    silu="silu", swish="silu", gelu_pytorch_tanh="gelu_tanh", gelu_new="gelu_tanh", gelu_fast="gelu_tanh"
+)
+"""Those that kernels have as the activation of a gate -> their names in jattn.ops.product."""
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:
@@ -67,8 +71,8 @@ class MLP:
         act = activation(self.activation)
         if not self.gated:
             return act(linear(weights["up"], x))
-        if act is jax.nn.silu and not self.bias and not self.sparsity:
-            return silu_product(x, weights["gate"]["kernel"], weights["up"]["kernel"])
+        if self.activation in KERNEL_GATES and not self.bias and not self.sparsity:
+            return gated_product(x, weights["gate"]["kernel"], weights["up"]["kernel"], KERNEL_GATES[self.activation])
         gate, up = linears((weights["gate"], weights["up"]), x)
         return act(_sparse(gate, self.sparsity) if self.sparsity else gate) * up
 

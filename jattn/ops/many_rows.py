@@ -1,5 +1,6 @@
 """Products of many rows with several weights in one launch on a Hopper GPU, where the Mosaic kernels support them."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,32 +29,36 @@ def config_of(x: Any, weights: Sequence[Any], *, together: bool = False) -> Many
     )
 
 
-# ---------------------------------------------------------------------- silu(x gate) * (x up)
-@jax.custom_jvp
-def gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-    """silu(x @ gate) * (x @ up), bf16[T, width], for operands for which `config_of` finds a launch.
+# ---------------------------------------------------------------------- activation(x gate) * (x up)
+GATES = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+"""The activations of gates that kernels have; GELU is the one that is approximated by tanh."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def gated(x: jax.Array, gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
+    """activation(x @ gate) * (x @ up), bf16[T, width], for operands for which `config_of` finds a launch.
 
     Its derivatives are those of XLA's products. Under vmap it is called once per element.
     """
-    return _each_gated(x, gate, up)
+
+    @jax.custom_batching.sequential_vmap
+    def each(x, gate, up):
+        config = config_of(x, (gate, up), together=True)
+        assert config is not None  # the caller asked
+        return kernels.gated_product(x, gate, up, config, activation)
+
+    return each(x, gate, up)
 
 
 @gated.defjvp
-def _gated_jvp(primals, tangents):
-    return jax.jvp(gated_in_steps, primals, tangents)
+def _gated_jvp(activation: str, primals, tangents):
+    return jax.jvp(functools.partial(gated_in_steps, activation=activation), primals, tangents)
 
 
-def gated_in_steps(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+def gated_in_steps(x: jax.Array, gate: jax.Array, up: jax.Array, activation: str = "silu") -> jax.Array:
     """The same by XLA's products."""
     of_gate, of_up = in_steps(x, (gate, up))
-    return jax.nn.silu(of_gate) * of_up
-
-
-@jax.custom_batching.sequential_vmap
-def _each_gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
-    config = config_of(x, (gate, up), together=True)
-    assert config is not None  # the caller asked
-    return kernels.gated_product(x, gate, up, config)
+    return GATES[activation](of_gate) * of_up
 
 
 # ---------------------------------------------------------------------- x [q k v]

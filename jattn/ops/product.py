@@ -15,6 +15,7 @@ import numpy as np
 
 from jattn import device
 from jattn.ops import many_rows
+from jattn.ops.many_rows import GATES
 from jattn.ops.quantised import FORMATS, QuantisedArray, is_quantised, plain
 from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import packed_product_config, packed_product_sm90, packed_wgmma_config, packed_wgmma_sm90
@@ -31,7 +32,7 @@ class Implementation:
     name: str
     supports: Callable[[str, jax.Array, Kernels, Any], bool]  # (platform of a jattn.device.Chip, x, kernels, dtype)
     compute: Callable[[jax.Array, Any, bool, Any], Arrays]  # (x, kernels, transposed, dtype)
-    silu: Callable[[jax.Array, Any, Any, Any], jax.Array] | None = None  # silu_product, if in one call
+    silu: Callable[[jax.Array, Any, Any, Any], jax.Array] | None = None  # gated_product of SiLU, if in one call
     is_partitionable: bool = False  # XLA's partitioner can divide it over the Auto axes of a mesh
 
 
@@ -85,15 +86,18 @@ def product(x: jax.Array, kernel: Kernel, *, transposed: bool = False, dtype: An
     return products(x, (kernel,), transposed=transposed, dtype=dtype)[0]
 
 
-def silu_product(x: jax.Array, gate: Kernel, up: Kernel) -> jax.Array:
-    """silu(x @ gate) * (x @ up) in the dtype of x, to which both products may be rounded first."""
+def gated_product(x: jax.Array, gate: Kernel, up: Kernel, activation: str = "silu") -> jax.Array:
+    """activation(x @ gate) * (x @ up) in the dtype of x, to which both products may be rounded first.
+
+    activation: one of GATES.
+    """
     if not is_partitioned() and many_rows.config_of(x, (gate, up), together=True) is not None:
-        return many_rows.gated(x, gate, up)
+        return many_rows.gated(x, gate, up, activation)
     compute = _choose(x, (gate, up), x.dtype).silu
-    if compute is not None:
+    if compute is not None and activation == "silu":
         return compute(x, gate, up, x.dtype)
     of_gate, of_up = products(x, (gate, up), dtype=x.dtype)
-    return jax.nn.silu(of_gate) * of_up
+    return GATES[activation](of_gate) * of_up
 
 
 def _dots(x: jax.Array, kernels: Kernels, transposed: bool, dtype: Any) -> Arrays:
@@ -144,7 +148,7 @@ def _native_jvp(transposed: bool, dtype: Any, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
 def _native_silu(x: jax.Array, gate: jax.Array, up: jax.Array, dtype: Any) -> jax.Array:
-    """`silu_product` in C++."""
+    """`gated_product` of SiLU in C++."""
     return ops.silu_product(x, gate, up, out_dtype=dtype)
 
 

@@ -1,6 +1,6 @@
 """Products of many rows on a Hopper GPU: several weights in one launch, joined by an activation or side by side.
 
-    gated_product    silu(x gate) * (x up). XLA writes both products to memory and reads them again: 44 us for 256 rows
+    gated_product    act(x gate) * (x up). XLA writes both products to memory and reads them again: 44 us for 256 rows
                      of 2048 by 8192, where this takes 28 and the arithmetic 25 (docs/notebook/nvidia_h200.md)
     joined_product   x [q k v]. XLA joins the weights, in every step, or launches small products
 
@@ -19,18 +19,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.gpu.gates import gated
 from pallas_kernels.gpu.many_rows_config import DEPTH, ROWS, STAGES, ManyRowsConfig
 
 _WARPGROUP_ROWS = ROWS // 2
 _STORED = _WARPGROUP_ROWS, 64  # rows and columns that a warpgroup stores at once
 
 
-@functools.partial(jax.jit, static_argnames="config")  # equal layers share one compiled kernel
-def gated_product(x: jax.Array, gate: jax.Array, up: jax.Array, config: ManyRowsConfig) -> jax.Array:
-    """silu(x @ gate) * (x @ up): bf16[T, width], of bf16 x [T, inner] and weights [inner, width]."""
+@functools.partial(jax.jit, static_argnames=("config", "activation"))  # equal layers share one compiled kernel
+def gated_product(
+    x: jax.Array, gate: jax.Array, up: jax.Array, config: ManyRowsConfig, activation: str = "silu"
+) -> jax.Array:
+    """activation(x @ gate) * (x @ up): bf16[T, width], of bf16 x [T, inner] and weights [inner, width]."""
 
     def gated_product(x, gate, up, out):  # the kernel's name in a profile
-        _kernel(config, x, [(gate, up)], out, lambda g, u: g / (1 + jnp.exp(-g)) * u)
+        _kernel(config, x, [(gate, up)], out, functools.partial(gated, activation))
 
     return _launch(gated_product, x, (gate, up), gate.shape[1], config)
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jattn.ops import product as product_ops
-from jattn.ops.product import product, products, silu_product
+from jattn.ops.product import gated_product, product, products
 
 BY_NAME = {way.name: way for way in product_ops.IMPLEMENTATIONS if way.name != "cpu_packed"}
 
@@ -68,7 +68,7 @@ def test_the_gated_unit_and_its_gradient(name, monkeypatch):
     x, gate, up, dy = draw(0, (4, 6)), draw(1, (6, 5)), draw(2, (6, 5)), draw(3, (4, 5))
     g, u = wide(x) @ wide(gate), wide(x) @ wide(up)
     s = 1 / (1 + np.exp(-g))
-    y, pull = jax.vjp(silu_product, x, gate, up)
+    y, pull = jax.vjp(gated_product, x, gate, up)
     np.testing.assert_allclose(y, g * s * u, atol=1e-5)
     dg, du = wide(dy) * u * s * (1 + g * (1 - s)), wide(dy) * g * s
     wanted = dg @ wide(gate).T + du @ wide(up).T, wide(x).T @ dg, wide(x).T @ du

@@ -10,7 +10,7 @@ import pytest
 
 from jattn.device import Chip
 from jattn.ops import product as product_ops
-from jattn.ops.product import product, products, silu_product
+from jattn.ops.product import gated_product, product, products
 from jattn.ops.quantised import QuantisedArray, packed, quantise
 from pallas_kernels.cpu.native import library
 
@@ -122,7 +122,7 @@ def test_the_gated_unit():
     (gate, of_gate), (up, of_up) = (drawn("int4", 32, 6, 32, seed=seed) for seed in (1, 2))
     x = jnp.asarray(np.random.default_rng(3).standard_normal((3, 32)), jnp.float32)
     g = wide(x) @ of_gate
-    np.testing.assert_allclose(silu_product(x, gate, up), g / (1 + np.exp(-g)) * (wide(x) @ of_up), atol=1e-5)
+    np.testing.assert_allclose(gated_product(x, gate, up), g / (1 + np.exp(-g)) * (wide(x) @ of_up), atol=1e-5)
 
 
 @pytest.mark.skipif(not library.status().available, reason="no native library")

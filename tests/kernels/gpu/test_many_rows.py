@@ -1,5 +1,6 @@
 """Products of many rows in one launch: its tiles for many shapes, who takes it, derivatives, and that it lowers."""
 
+import functools
 import types
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jattn.device import Chip
+from jattn.models import MLP
 from jattn.ops import many_rows, product
 from pallas_kernels.gpu import many_rows_sm90 as kernel
 from pallas_kernels.gpu.many_rows_config import DEPTH, ROWS, STAGES, ManyRowsConfig, choose
@@ -67,6 +69,13 @@ def arrays(rows: int, inner: int, width: int, dtype="bfloat16"):
     return tuple(jnp.asarray(rng.standard_normal(s), dtype) for s in ((rows, inner), (inner, width), (inner, width)))
 
 
+def exactly(activation: str, x, gate, up):
+    of_gate = x @ gate
+    if activation == "silu":
+        return of_gate / (1 + jnp.exp(-of_gate)) * (x @ up)
+    return of_gate / 2 * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (of_gate + 0.044715 * of_gate**3))) * (x @ up)
+
+
 def on_hopper(monkeypatch, generation="sm_90"):
     """A Hopper GPU is found, and the launch is replaced by a formula."""
     chip = types.SimpleNamespace(detect=lambda: Chip("gpu", generation), processors=lambda: 2)
@@ -77,21 +86,20 @@ def on_hopper(monkeypatch, generation="sm_90"):
         calls.append(x.shape)
         return jnp.concatenate([x.astype(jnp.float32) @ w.astype(jnp.float32) for w in weights], 1).astype(x.dtype)
 
-    def gated(x, gate, up, config):
+    def gated(x, gate, up, config, activation):
         calls.append(x.shape)
-        of_gate, of_up = (x.astype(jnp.float32) @ w.astype(jnp.float32) for w in (gate, up))
-        return (of_gate * jax.nn.sigmoid(of_gate) * of_up).astype(x.dtype)
+        return exactly(activation, *(y.astype(jnp.float32) for y in (x, gate, up))).astype(x.dtype)
 
     monkeypatch.setattr(many_rows, "kernels", types.SimpleNamespace(joined_product=joined, gated_product=gated))
     return calls
 
 
-def test_silu_product_takes_it_for_many_bf16_rows_on_hopper_only(monkeypatch):
+def test_gated_product_takes_it_for_many_bf16_rows_on_hopper_only(monkeypatch):
     calls = on_hopper(monkeypatch)
-    product.silu_product(*arrays(100, 256, 64))
+    product.gated_product(*arrays(100, 256, 64))
     assert calls == [(100, 256)]
-    product.silu_product(*arrays(100, 256, 64, "float32"))
-    product.silu_product(*arrays(64, 256, 64))
+    product.gated_product(*arrays(100, 256, 64, "float32"))
+    product.gated_product(*arrays(64, 256, 64))
     assert len(calls) == 1
     x, *weights = arrays(100, 256, 64)
     on_hopper(monkeypatch, "sm_100")
@@ -111,26 +119,33 @@ def test_products_take_it_for_several_weights(monkeypatch):
     assert len(calls) == 1
 
 
-def test_derivatives_and_vmap(monkeypatch):
+@pytest.mark.parametrize(("name", "activation"), [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh")])
+def test_the_gate_of_an_mlp_is_in_the_launch(name, activation, monkeypatch):
+    calls = on_hopper(monkeypatch)
+    x, *kernels = arrays(100, 256, 64)
+    weights = {name: dict(kernel=kernel) for name, kernel in zip(("gate", "up"), kernels, strict=True)}
+    found = MLP(width=64, activation=name).inner(weights, x)
+    wanted = exactly(activation, *(y.astype(jnp.float32) for y in (x, *kernels)))
+    assert calls == [(100, 256)] and jnp.linalg.norm(found - wanted) < 4e-3 * jnp.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_derivatives_and_vmap(activation, monkeypatch):
     calls = on_hopper(monkeypatch)
     x, gate, up = arrays(96, 256, 64)
     wide = [y.astype(jnp.float32) for y in (x, gate, up)]
-
-    def exactly(x, gate, up):
-        of_gate = x @ gate
-        return of_gate * jax.nn.sigmoid(of_gate) * (x @ up)
-
+    gated = functools.partial(product.gated_product, activation=activation)
     total = lambda f: lambda *args: f(*args).astype(jnp.float32).sum()
     for found, wanted in zip(
-        jax.grad(total(product.silu_product), (0, 1, 2))(x, gate, up), jax.grad(total(exactly), (0, 1, 2))(*wide),
-        strict=True,
+        jax.grad(total(gated), (0, 1, 2))(x, gate, up),
+        jax.grad(total(functools.partial(exactly, activation)), (0, 1, 2))(*wide), strict=True,
     ):  # fmt: skip
         error = jnp.linalg.norm(found.astype(jnp.float32) - wanted) / jnp.linalg.norm(wanted)
         assert found.dtype == jnp.bfloat16 and error < 2e-2
-    both = jax.vmap(product.silu_product, (0, None, None))(jnp.stack([x, 2 * x]), gate, up)
+    both = jax.vmap(gated, (0, None, None))(jnp.stack([x, 2 * x]), gate, up)
     assert (96, 256) in calls
     for y, given in zip(both, (x, 2 * x), strict=True):
-        np.testing.assert_array_equal(y, product.silu_product(given, gate, up))
+        np.testing.assert_array_equal(y, gated(given, gate, up))
 
 
 @pytest.mark.parametrize("rows", [200, 256, 8192])
@@ -148,8 +163,8 @@ def test_it_lowers_for_cuda(shape, rows):
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
-@pytest.mark.parametrize("columns", [64, 128])
-def test_no_result_is_overwritten_before_it_is_copied(columns):
+@pytest.mark.parametrize(("columns", "activation"), [(64, "silu"), (128, "silu"), (128, "gelu_tanh")])
+def test_no_result_is_overwritten_before_it_is_copied(columns, activation):
     """A warpgroup stores a tile of 64 columns at once, and the next tile soon after."""
     from tests.kernels.gpu.interpreter import interpreted
 
@@ -157,9 +172,9 @@ def test_no_result_is_overwritten_before_it_is_copied(columns):
     x, gate, up = (rng.standard_normal(s) for s in ((300, 256), *((256, 128),) * 2))
     x, gate, up = (jnp.asarray(y, jnp.bfloat16) for y in (x, gate / 16, up / 16))
     wide = [np.asarray(y, np.float64) for y in (x, gate, up)]
-    of_gate, of_up = wide[0] @ wide[1], wide[0] @ wide[2]
     with interpreted(detect_races=True):
-        gated = kernel.gated_product(x, gate, up, ManyRowsConfig(columns, 2))
+        gated = kernel.gated_product(x, gate, up, ManyRowsConfig(columns, 2), activation)
         joined = kernel.joined_product(x, (gate, up), ManyRowsConfig(columns, 2))
-    for found, wanted in ((gated, of_gate / (1 + np.exp(-of_gate)) * of_up), (joined, np.hstack([of_gate, of_up]))):
+    both = np.hstack([wide[0] @ wide[1], wide[0] @ wide[2]])
+    for found, wanted in ((gated, exactly(activation, *wide)), (joined, both)):
         assert np.abs(np.asarray(found, np.float64) - wanted).max() < 2.0**-8 * np.abs(wanted).max()
