@@ -61,11 +61,11 @@ def _next_kv_axes(config: ModelConfig, model_mesh: ModelMesh, i: int) -> tuple[s
 
 
 def _is_plain(layer: LayerConfig) -> bool:
-    """x + attention(norm(x)), then x + MLP(norm(x)), with RMS norms, a gated SiLU MLP and no biases."""
+    """x + attention(norm(x)), then x + MLP(norm(x)), with RMS norms and a gated SiLU MLP; biases of q, k and v only."""
     attn, mlp = layer.self_attn, layer.mlp
     if not isinstance(attn, AttentionConfig) or not isinstance(mlp, MLP) or layer.cross_attn is not None:
         return False
-    has_bias = attn.qkv_bias or attn.out_bias or mlp.bias
+    has_bias = attn.out_bias or mlp.bias
     is_silu = mlp.gated and activation(mlp.activation) is jax.nn.silu
     branches = (layer.kv_from, layer.laurel, layer.experts, layer.layer_input, layer.altup)
     is_usual = not any(branch is not None for branch in branches) and not layer.output_scale and not layer.parallel
@@ -237,8 +237,19 @@ def _attention(layer: LayerConfig, attn: Any, weights, rows, cache, plan, positi
     config = _attention_config(layer)
     attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     at = dict(positions=positions, angles=angles)
+    rows = _with_biases(config, weights, rows)
     rows = rows if isinstance(rows, tuple) else rows_apart(config, rows)
     return attend_projected(config, weights, by_heads(config, rows), rows[0].dtype, attend, **at)
+
+
+def _with_biases(config: AttentionConfig, weights: dict, rows):
+    """The projections of q, k and v with their biases: [T, width of all] or, on ranks, [T, width] each."""
+    if not config.qkv_bias:
+        return rows
+    biases = [weights[name]["bias"].astype(jnp.float32)[None] for name in projections(config)]
+    if isinstance(rows, tuple):
+        return tuple((y + bias).astype(y.dtype) for y, bias in zip(rows, biases, strict=True))
+    return (rows + jnp.concatenate(biases, axis=1)).astype(rows.dtype)
 
 
 def _attention_config(layer: LayerConfig) -> AttentionConfig:

@@ -123,7 +123,8 @@ def _attention_of(
     is_plain = is_plain and _has_plain_norms(config, weights)
     between = config.v_norm, config.clip_qkv
     rotates = config.rotates_last and angles is not None and not angles.interleaved and angles.dim == spec.head_dim
-    is_plain = is_plain and rotates and not any(x is not None for x in between) and not config.k_is_v
+    is_plain = is_plain and rotates and not any(x is not None for x in between)
+    is_plain = is_plain and not config.k_is_v and not config.qkv_bias
     is_bf16 = cache.k.dtype == cache.v.dtype == jnp.bfloat16 and not cache_spec.is_quantized
     is_decode = common.max_query_len == 1 and common.is_causal and common.causal_per_request is None
     assert m.block_table is not None

@@ -29,12 +29,15 @@ SIZES = dict(
 SERVED = {
     "llama": {},
     "mistral": dict(sliding_window=5),
+    "qwen2": {},
+    "glm": dict(partial_rotary_factor=0.5),
+    "seed_oss": dict(attention_bias=True, attention_out_bias=False),
     "qwen3": dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "phi3": dict(head_dim=None, sliding_window=None, original_max_position_embeddings=128),
     "ministral": dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
 }
-NAMES = ["llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen3", "ministral",
-         "ministral3", "ernie4_5", "hunyuan_v1_dense"]  # fmt: skip
+NAMES = ["llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen2", "qwen3", "ministral",
+         "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm"]  # fmt: skip
 
 
 def config_of(family: str, **changes) -> models.ModelConfig:
@@ -149,11 +152,25 @@ OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))
 def test_only_plain_layers_are_taken(name, hopper):
-    """Not: biases, norms after a sublayer, experts, parallel or latent layers, GELU, a factor of the residual."""
+    """Not: other biases than of q, k and v, norms after a sublayer, experts, parallel or latent layers, GELU, a factor
+    of the residual."""
     keys = FAMILIES[name]
     sizes = dict(hidden_size=256, intermediate_size=512) if "kv_lora_rank" in keys else SIZES
     config = models.config_of(keys | {n: v for n, v in sizes.items() if n != "max_position_embeddings"})
     assert bool(configs(config)) == (name in NAMES)
+
+
+def test_one_bias_of_a_fused_projection_is_added(hopper):
+    plain = config_of("qwen2")
+    fuse = lambda layer: dataclasses.replace(layer, self_attn=dataclasses.replace(layer.self_attn, fused_qkv=True))
+    config = dataclasses.replace(plain, layers=tuple(map(fuse, plain.layers)))
+    params, joined = params_of(plain), lambda *parts: jnp.concatenate(parts, axis=-1)
+    found = steps(plain, params)
+    for own in params["layers"]:
+        own["attn"]["qkv"] = jax.tree.map(joined, *(own["attn"].pop(name) for name in "qkv"))
+        assert np.abs(np.asarray(own["attn"]["qkv"]["bias"], np.float32)).max() > 0.1
+    np.testing.assert_array_equal(steps(config, params), found)
+    assert len(hopper) == 6 * len(config.layers)
 
 
 @pytest.mark.parametrize("changes", [dict(attention_bias=True), dict(mlp_bias=True), dict(hidden_act="gelu")])
@@ -217,7 +234,7 @@ def on_ranks(config, count: int) -> models.ModelMesh:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_add_up_their_parts_and_give_the_logits_of_one_device(ranks, hopper, monkeypatch):
     """4 ranks, 2 kv heads: two ranks have the same kv head."""
-    config = config_of("llama", vocab_size=64, intermediate_size=1024, num_attention_heads=8)
+    config = config_of("qwen2", vocab_size=64, intermediate_size=1024, num_attention_heads=8)
     params = params_of(config)
     alone, count = steps(config, params), len(hopper)
 
@@ -405,6 +422,7 @@ def taken_of(config, attending, monkeypatch, **batch) -> bool:
         ("ministral3", {}, {}, False),  # queries have a temperature
         ("mistral", {}, {}, True),  # a window
         ("qwen3", {}, {}, True),  # norms of queries and keys
+        ("qwen2", {}, {}, False),  # biases
         ("llama", dict(head_dim=32), {}, False),
         ("llama", {}, dict(new=(1, 0, 2, 1), lens=(70, 0, 2, 33)), False),
         ("llama", {}, dict(num_tokens=9), False),
