@@ -114,7 +114,7 @@ def forward(
     step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
     if own is None:
         return _apart(step, weights, x, arguments)
-    return _together(step, weights, x, arguments, (own.plans, own.norms))
+    return _together(step, weights, x, arguments, (own.plans, own.vectors))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,12 +160,12 @@ def _counters_on_ranks(model_mesh: ModelMesh, config: LayerTailConfig) -> op.Cou
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Sequence, own: tuple) -> Any:
-    """`_apart` with one launch a layer, and with its gradient. own: plans and norms of Attending."""
+    """`_apart` with one launch a layer, and with its gradient. own: plans and vectors of Attending."""
     rows: Any = _first_sums(step, weights[0], x)
     caches, counters = [], op.new_counters()
     for i, (cache, m, _, angles) in enumerate(arguments):
-        table, (plan, norms) = jnp.asarray(m.block_table, jnp.int32), (each[i] for each in own)
-        keys = angles.cos, angles.sin, table, plan, *norms, cache.k, cache.v
+        table, (plan, vectors) = jnp.asarray(m.block_table, jnp.int32), (each[i] for each in own)
+        keys = angles.cos, angles.sin, table, plan, *vectors, cache.k, cache.v
         kernels, scales = _weights_of(weights, step.layers, i)
         x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, step.attending[i], keys)
         caches.append(dataclasses.replace(cache, k=k, v=v))

@@ -1,8 +1,8 @@
 """Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
 
 One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
-and may have an RMS norm of each head before. Where requests may have many keys, the attention kernel is faster: see
-MOST_TURNS.
+after their biases and an RMS norm of each head if they have those. Where requests may have many keys, the attention
+kernel is faster: see MOST_TURNS.
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from jattn.backends.parallel import ContextParallel
 from jattn.models.config import LayerConfig
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
+from jattn.nn.attention_layer import projections, rows_apart
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
@@ -39,7 +40,7 @@ class Attending:
 
     configs: list[LayerTailConfig]
     plans: list[jax.Array]  # see kernel.plan
-    norms: list[tuple]  # of each layer: the scales of the norms of queries and keys, if it has them
+    vectors: list[tuple]  # of each layer: the biases of q, k and v, and the scales of the norms of q and k, if any
 
 
 def attending(
@@ -73,8 +74,15 @@ def attending(
             lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens)
             plans[key] = kernel.plan(config.attention, config.ctas, *lengths, jnp.asarray(m.slot_mapping))
         of_layers.append(plans[key])
-    scales = lambda own: tuple(own[name]["scale"] for name in NORMS if name in own)
-    return Attending(found, of_layers, [scales(own["attn"]) for own in weights])
+    vectors = [_vectors(layer.self_attn, own["attn"]) for layer, own in zip(layers, weights, strict=True)]
+    return Attending(found, of_layers, vectors)
+
+
+def _vectors(config: Any, weights: dict) -> tuple:
+    """See Attending."""
+    biases = tuple(weights[name]["bias"] for name in projections(config)) if config.qkv_bias else ()
+    biases = rows_apart(config, *biases) if len(biases) == 1 else biases
+    return *biases, *(weights[name]["scale"] for name in NORMS if name in weights)
 
 
 def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directly: bool) -> LayerTailConfig:
@@ -86,11 +94,11 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
 
 
 def _is_tried(config: LayerTailConfig) -> bool:
-    """Heads of 64 without norm and window, at most 4 to a kv head, and tokens that a CTA merges in one turn."""
+    """Heads of 64 without norm, bias and window, at most 4 to a kv head, and tokens that a CTA merges in one turn."""
     a = config.attention
     assert a is not None
     one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
-    return a.head_dim == 64 and a.norm_eps is None and a.left < 0 and a.chunks == 1 and one_turn
+    return a.head_dim == 64 and a.norm_eps is None and not a.has_bias and a.left < 0 and a.chunks == 1 and one_turn
 
 
 def _has_short_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
@@ -121,10 +129,11 @@ def _attention_of(
     is_plain = spec == plain
     is_plain = is_plain and set(weights) <= {*KERNELS, *NORMS} and attn.parallel == ContextParallel()
     is_plain = is_plain and _has_plain_norms(config, weights)
+    is_plain = is_plain and all(vector.dtype == jnp.bfloat16 for vector in _vectors(config, weights))
     between = config.v_norm, config.clip_qkv
     rotates = config.rotates_last and angles is not None and not angles.interleaved and angles.dim == spec.head_dim
     is_plain = is_plain and rotates and not any(x is not None for x in between)
-    is_plain = is_plain and not config.k_is_v and not config.qkv_bias
+    is_plain = is_plain and not config.k_is_v
     is_bf16 = cache.k.dtype == cache.v.dtype == jnp.bfloat16 and not cache_spec.is_quantized
     is_decode = common.max_query_len == 1 and common.is_causal and common.causal_per_request is None
     assert m.block_table is not None
@@ -136,7 +145,7 @@ def _attention_of(
         blocks=cache_spec.num_blocks, page=cache_spec.block_size, columns=m.block_table.shape[1],
         heads_first=cache_spec.physical_layout == "HND", left=spec.mask_rule(True).left,
         norm_eps=None if config.qk_norm is None else config.qk_norm.eps,
-        norm_one_plus=config.qk_norm is not None and config.qk_norm.one_plus,
+        norm_one_plus=config.qk_norm is not None and config.qk_norm.one_plus, has_bias=config.qkv_bias,
     )  # fmt: skip
 
 
@@ -147,4 +156,4 @@ def _has_plain_norms(config: AttentionConfig, weights: dict) -> bool:
         return True
     is_plain = norm.kind == "rms" and norm.has_scale and not norm.has_bias
     of_head = not (config.qk_norm_all_heads or config.qk_norm_scale_per_head or config.qk_norm_after_rope)
-    return is_plain and of_head and all(weights[name]["scale"].dtype == jnp.bfloat16 for name in NORMS)
+    return is_plain and of_head

@@ -85,6 +85,7 @@ class TailAttention:
     left: int = -1  # keys before the new one that it sees; -1: all
     norm_eps: float | None = None  # of the norm of each query's and key's head before the rotation; None: no norm
     norm_one_plus: bool = False
+    has_bias: bool = False  # of queries, keys and values, before the norm
     sums: int = 0  # CTAs that shared the inner dimension of the projections, whose sums are added up; 0: they have been
     eps: float = 1e-5  # with sums: of the norm before the projections
     shares: int = 4  # with sums: of a token's columns, of each of which there is a sum of squares

@@ -75,6 +75,9 @@ class _Refs:
     sin: object = None
     block_table: object = None  # GMEM i32[R, columns]
     plan: object = None  # GMEM i32[ctas + 1, 8]
+    q_bias: object = None  # with attention.has_bias: GMEM [heads head_dim]
+    k_bias: object = None  # GMEM [kv_heads head_dim]
+    v_bias: object = None
     q_norm: object = None  # with attention.norm_eps: GMEM [head_dim], the scale
     k_norm: object = None
     k_pool: object = None  # GMEM [blocks, ..]
@@ -98,8 +101,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
 
     With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
     f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
-    of that norm. keys = (cos, sin f32[T, head_dim / 2], block_table i32[R, columns], tail_attention.plan, the scales of
-    the norms of queries and keys if it has norms, k pool, v pool); the result's pools have the new keys and values.
+    of that norm. keys = (cos, sin f32[T, head_dim / 2], block_table i32[R, columns], tail_attention.plan, the biases of
+    q, k and v if it has biases, the scales of the norms of queries and keys if it has norms, k pool, v pool); the
+    result's pools have the new keys and values.
     """
     c = config
     if reasons := supports(c):
@@ -129,8 +133,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
         given |= dict(counters=next(take), cleared=next(take), exchange=some(shared))
         if attends:
             given |= dict(rows=given["a"], a=None, row_squares=next(take) if c.attention.sums else None)
-            normed = ("q_norm", "k_norm") if c.attention.norm_eps is not None else ()
-            given |= {n: next(take) for n in ("cos", "sin", "block_table", "plan", *normed, "k_pool", "v_pool")}
+            vectors = ("q_bias", "k_bias", "v_bias") * c.attention.has_bias
+            vectors += ("q_norm", "k_norm") * (c.attention.norm_eps is not None)
+            given |= {n: next(take) for n in ("cos", "sin", "block_table", "plan", *vectors, "k_pool", "v_pool")}
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
         given |= dict(squares=some(norms), parts=some(summed))
         given |= dict(out=next(take) if gives_rows else None)

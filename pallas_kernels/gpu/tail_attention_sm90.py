@@ -148,13 +148,14 @@ def _start(cfg: LayerTailConfig, refs, row):
     a = cfg.attention
     squares = refs.row_squares if a.sums else refs.rows
     norms = (refs.q_norm, refs.k_norm) if a.norm_eps is not None else (refs.cos, refs.cos)
-    given = *norms, refs.rows, squares, refs.cos, refs.sin, refs.block_table, refs.k_pool, refs.v_pool
+    biases = (refs.q_bias, refs.k_bias, refs.v_bias) if a.has_bias else ()
+    given = *norms, refs.rows, squares, refs.cos, refs.sin, refs.block_table, refs.k_pool, refs.v_pool, *biases
 
     @plgpu.inline_mgpu(
         arg_types=(*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * len(row)), return_type=_state_type(a)
     )
-    def start(ctx, q_norm, k_norm, projected, squares, cos, sin, block_table, k_pool, v_pool, *row):
-        row = [ptx.scalar_value(x) for x in row]
+    def start(ctx, q_norm, k_norm, projected, squares, cos, sin, block_table, k_pool, v_pool, *rest):
+        biases, row = rest[:-PLAN_COLUMNS], [ptx.scalar_value(x) for x in rest[-PLAN_COLUMNS:]]
         at, group = _lanes(a)
         kv_head, chunk = arith.divui(row[UNIT], ptx.i32(a.chunks)), arith.remui(row[UNIT], ptx.i32(a.chunks))
         pages = _pages(a, block_table, row, arith.addi(row[FIRST], group))
@@ -163,6 +164,8 @@ def _start(cfg: LayerTailConfig, refs, row):
         heads = [ptx.add(head0, ptx.i32(i)) for i in range(a.together)]
         heads += [ptx.add(kv_head, ptx.i32(n)) for n in (a.heads, a.heads + a.kv_heads)]
         *turning, v = _projections(cfg, projected, squares, row[TOKEN], heads, at)
+        if a.has_bias:
+            *turning, v = _with_biases(a, [*turning, v], biases, heads, at)
         if a.norm_eps is not None:
             scales = [_norm_scale(a, ref, at) for ref in (q_norm, k_norm)]
             turning = [_normed(a, words, scales[n == a.together]) for n, words in enumerate(turning)]
@@ -213,6 +216,17 @@ def _projections(cfg: LayerTailConfig, projected, squares, token, heads, at):
         for other in more:
             total = [arith.addf(x, y) for x, y in zip(total, other, strict=True)]
         total = [arith.mulf(x, factor) for x in total]
+        found.append([ptx.pack_16bit(*total[i : i + 2], "bfloat16") for i in range(0, 8, 2)])
+    return found
+
+
+def _with_biases(a: TailAttention, words, biases, heads, at):
+    """The words of each head plus its bias; rounded to bf16. biases: of q, k and v."""
+    first_heads, found = [0] * a.together + [a.heads, a.heads + a.kv_heads], []
+    for own, bias, head, first in zip(words, [biases[0]] * a.together + [*biases[1:]], heads, first_heads, strict=True):
+        place = ptx.add(ptx.mul(arith.subi(head, ptx.i32(first)), a.lanes), at)
+        bias = ptx.load_words(arith.addi(ptx.pointer(bias, 0), arith.muli(ptx.to_i64(place), ptx.i64(16))))
+        total = [arith.addf(x, y) for x, y in zip(_floats(own), _floats(bias), strict=True)]
         found.append([ptx.pack_16bit(*total[i : i + 2], "bfloat16") for i in range(0, 8, 2)])
     return found
 

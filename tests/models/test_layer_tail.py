@@ -309,14 +309,16 @@ def attention_formulas(launches, rows, x, weights, scales, counters, config, key
         assert parts.shape[0] == sums * config.rows8
         factor = 1 / np.sqrt(squares[: config.rows].sum(1) / config.hidden + a.eps)
         rows = parts.reshape(sums, config.rows8, -1).sum(0)[: config.rows] * factor[:, None]
-    cos, sin, table, plan, *norms = (np.asarray(y) for y in keys[:-2])
+    cos, sin, table, plan, *vectors = (np.asarray(y) for y in keys[:-2])
+    biases, norms = vectors[: 3 * a.has_bias], vectors[3 * a.has_bias :]
+    bias = np.concatenate(biases).astype(np.float32) if a.has_bias else 0
     pools = [np.array(pool) for pool in keys[-2:]]
     live, count = plan[-1, :2]
     out = np.zeros((config.rows, a.heads * a.head_dim), np.float32)
     for token, unit, _, end, has_new, _, request, slot in plan[:-1]:
         if token < 0 or not has_new:
             continue
-        heads = np.asarray(rows[token], np.float32).reshape(-1, a.head_dim)
+        heads = (np.asarray(rows[token], np.float32) + bias).reshape(-1, a.head_dim)
         q, k, v = np.split(heads, [a.heads, a.heads + a.kv_heads])
         if a.norm_eps is not None:
             q, k = (
@@ -386,7 +388,7 @@ def decode_step(config, params, backend, new=(1, 0, 1, 1), lens=(70, 0, 1, 33), 
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [("llama", {}), ("llama", dict(num_attention_heads=6, num_key_value_heads=1, head_dim=128)), ("qwen3", {}),
-     ("ministral", {})],
+     ("qwen2", {}), ("ministral", {})],
 )  # fmt: skip
 def test_a_decode_step_of_few_requests_is_one_launch_a_layer(family, sizes, attending):
     config = config_of(family, **sizes)
@@ -422,7 +424,8 @@ def taken_of(config, attending, monkeypatch, **batch) -> bool:
         ("ministral3", {}, {}, False),  # queries have a temperature
         ("mistral", {}, {}, True),  # a window
         ("qwen3", {}, {}, True),  # norms of queries and keys
-        ("qwen2", {}, {}, False),  # biases
+        ("qwen2", {}, {}, True),  # biases
+        ("glm", {}, {}, False),  # neighbours are rotated, half of a head
         ("llama", dict(head_dim=32), {}, False),
         ("llama", {}, dict(new=(1, 0, 2, 1), lens=(70, 0, 2, 33)), False),
         ("llama", {}, dict(num_tokens=9), False),
@@ -443,6 +446,7 @@ def test_requests_of_many_keys_are_left_to_the_attention_kernel(attending, monke
 @pytest.mark.parametrize(
     ("family", "changes", "is_taken"),
     [("llama", {}, True), ("llama", dict(head_dim=128), False), ("qwen3", {}, False), ("mistral", {}, False),
+     ("qwen2", {}, False),
      ("llama", dict(num_attention_heads=8, num_key_value_heads=1), False),
      ("llama", dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8), True)],
 )  # fmt: skip

@@ -46,17 +46,19 @@ def rotated(x, angle):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "heads_first", "ctas", "count", "left", "normed"),
-    [(8, 2, 64, True, 14, 0, -1, False), (8, 2, 64, False, 24, 3, 20, True), (5, 1, 128, True, 20, 2, -1, True),
-     (6, 1, 64, True, 9, 0, -1, False), (2, 2, 128, False, 12, 1, 64, False)],
+    ("heads", "kv_heads", "dim", "heads_first", "ctas", "count", "left", "normed", "biased"),
+    [(8, 2, 64, True, 14, 0, -1, False, False), (8, 2, 64, False, 24, 3, 20, True, False),
+     (5, 1, 128, True, 20, 2, -1, True, True), (6, 1, 64, True, 9, 0, -1, False, True),
+     (2, 2, 128, False, 12, 1, 64, False, False)],
 )  # fmt: skip
 def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(
-    heads, kv_heads, dim, heads_first, ctas, count, left, normed
+    heads, kv_heads, dim, heads_first, ctas, count, left, normed, biased
 ):
     rng, blocks, tokens = np.random.default_rng(dim + heads), 60, 5
     a = TailAttention(
         heads=heads, kv_heads=kv_heads, head_dim=dim, scale=dim**-0.5, blocks=blocks, page=PAGE, columns=COLUMNS,
         heads_first=heads_first, sums=count, left=left, norm_eps=1e-3 if normed else None, norm_one_plus=count == 2,
+        has_bias=biased,
     )  # fmt: skip
     cfg = choose(tokens, 1024, heads * dim, 1024, (), 132, attention=a)
     assert cfg is not None
@@ -92,10 +94,13 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(
         given[0, :tokens] += projected.astype(np.float32) * np.sqrt(mean + a.eps)[:, None] - given[:, :tokens].sum(0)
         given = given.reshape(count * 8, a.width)
     q_norm, k_norm = (rng.normal(1, 0.3, dim).astype(BF16) for _ in range(2))
+    bias = rng.normal(size=a.width).astype(BF16)
+    q_bias, k_bias, v_bias = np.split(bias, [heads * dim, (heads + kv_heads) * dim])
     parts, stats = kernel.part_shapes(cfg)
     memory = Memory(
         4 * cfg.scratch_floats, rows=given, row_squares=squares, cos=np.cos(angle), sin=np.sin(angle),
         block_table=table, **pools, q_norm=q_norm, k_norm=k_norm,
+        q_bias=q_bias, k_bias=k_bias, v_bias=v_bias,
         parts_of_heads=np.full(parts.shape, np.nan, np.float32), part_stats=np.full(stats.shape, np.nan, np.float32),
         x_tile=np.full((cfg.token_stages, cfg.rows8, 128), np.nan, BF16),
     )  # fmt: skip
@@ -118,7 +123,8 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(
                 merged.append(unswizzled(tiles[(number + n) % cfg.token_stages]))
     found = np.concatenate(merged, axis=1).astype(np.float64)
     assert (found[3:] == 0).all()
-    exact = projected.astype(np.float64).reshape(tokens, -1, dim)
+    exact = (projected.astype(np.float64) + biased * bias.astype(np.float64)[None]).astype(BF16)
+    exact = exact.astype(np.float64).reshape(tokens, -1, dim)
     for token, r in enumerate((0, 1, 3)):
         q, k, v = np.split(exact[token], [heads, heads + kv_heads])
         if normed:
