@@ -30,7 +30,7 @@ SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projec
     "llama_70b_one_of_8": (8192, 1024, 3584, (1024, 128, 128)),
 }
 ROWS = (1, 8, 32, 64)
-NORMS = op.TailNorms(Norm(eps=1e-5), Norm(eps=1e-5))
+FORMULA = op.TailFormula(Norm(eps=1e-5), Norm(eps=1e-5))
 
 
 def layer(shape: tuple, seed: int) -> tuple:
@@ -52,9 +52,9 @@ def chain(config, a, x, layers):
     found, counters = [], op.new_counters()
     for weights, scales in layers:
         if config is None:
-            x, rows = op.in_steps(a, x, weights, scales, NORMS)
+            x, rows = op.in_steps(a, x, weights, scales, FORMULA)
         else:
-            results: Any = op.layer_tail(NORMS, config, a, x, weights, scales, counters)
+            results: Any = op.layer_tail(FORMULA, config, a, x, weights, scales, counters)
             x, rows, counters = results
         found.append((x, rows))
         a = jnp.tile(rows, (1, -(-a.shape[1] // rows.shape[1])))[:, : a.shape[1]]
@@ -88,7 +88,7 @@ def measure(shape: tuple, rows: int) -> dict:
     layers = [layer(shape, seed) for seed in range(LAYERS)]
     keys = jax.random.split(jax.random.key(8))
     a, x = (jax.random.normal(key, (rows, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
-    config = op.config_of(a.shape[0], a.dtype, *layers[0], NORMS)
+    config = op.config_of(a.shape[0], a.dtype, *layers[0], FORMULA)
     if config is None:
         return dict(ok=False, error="not served")
     compiled = lambda f: jax.jit(f).lower(a, x, layers).compile(compiler_options=CUDA_OPTIONS)

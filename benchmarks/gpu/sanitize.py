@@ -91,7 +91,7 @@ def tail(shape: tuple, in_pairs: bool) -> dict:
     hidden, heads, *_ = shape
     keys = jax.random.split(jax.random.key(1))
     a, x = (jax.random.normal(key, (8, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
-    config = tail_op.config_of(8, a.dtype, weights, scales, layer_tail.NORMS)
+    config = tail_op.config_of(8, a.dtype, weights, scales, layer_tail.FORMULA)
     found = layer_tail.chain(config, a, x, [(weights, scales)])[0]
     error = layer_tail.furthest(found, layer_tail.exactly(a, x, weights, scales))
     return dict(error=error, ok=config is not None and config.in_pairs == in_pairs and error < 3e-2)

@@ -75,7 +75,7 @@ class Problem:
             heads=heads, kv_heads=kv_heads, head_dim=dim, scale=spec.scale, blocks=blocks, page=PAGE,
             columns=tables.shape[1], heads_first=cache_spec.physical_layout == "HND",
         )  # fmt: skip
-        one = functools.partial(op.config_of, ROWS, rows.dtype, *weights[0], layer_tail.NORMS)
+        one = functools.partial(op.config_of, ROWS, rows.dtype, *weights[0], layer_tail.FORMULA)
         configs: Any = [one(), one(attention)]
         configs = [dataclasses.replace(config, **changes) for config in configs]
         if sums:
@@ -107,7 +107,7 @@ class Problem:
             q, k, v = (y.reshape(len(y), -1, spec.head_dim) for y in jnp.split(rows, edges, axis=1))
             cache, state = self.attn(q, k, v, cache, plan, None, angles)
             a = state.out.reshape(len(x), -1).astype(x.dtype)
-            after: Any = op.layer_tail(layer_tail.NORMS, config, a, x, weights, scales, counters)
+            after: Any = op.layer_tail(layer_tail.FORMULA, config, a, x, weights, scales, counters)
             x, rows, counters = after
             return cache, rows, x, counters
 

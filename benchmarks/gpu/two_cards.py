@@ -69,21 +69,21 @@ def tail(args: argparse.Namespace) -> list[dict]:
     place = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
     placed = [(jax.tree.map(place, w, specs), place(s, whole)) for w, s in layers]
     a, x = place(a, columns), place(x, whole)
-    config = op.config_of(ROWS, a.dtype, *layers[0], single.NORMS, ranks=ranks, kv_ranks=ranks)
+    config = op.config_of(ROWS, a.dtype, *layers[0], single.FORMULA, ranks=ranks, kv_ranks=ranks)
     rows = []
 
     def chain(by_launch: bool, a, x, layers):
         found, counters = [], op.new_counters(config if by_launch else None)
         for weights, scales in layers:
             if by_launch:
-                x, rows, counters = op.layer_tail(single.NORMS, config, a, x, weights, scales, counters)
+                x, rows, counters = op.layer_tail(single.FORMULA, config, a, x, weights, scales, counters)
             else:
                 (o,), (gate, up), (down,), following = weights
                 summed = lambda y, w: jax.lax.psum(op._product(y, w), "x")
                 x = x + summed(a, o)
-                n = single.NORMS.mlp({"scale": scales[0]}, x)
+                n = single.FORMULA.mlp_norm({"scale": scales[0]}, x)
                 x = x + summed(jax.nn.silu(op._product(n, gate)) * op._product(n, up), down)
-                n = single.NORMS.next({"scale": scales[1]}, x)
+                n = single.FORMULA.next_norm({"scale": scales[1]}, x)
                 rows = jnp.concatenate([op._product(n, w) for w in following], axis=1)
             widths = np.cumsum([w.shape[1] for w in weights[3]])[:-1]
             found.append((x, *jnp.split(rows, widths, axis=1)))

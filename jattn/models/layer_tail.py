@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.mlp import MLP, activation
+from jattn.models.mlp import MLP
 from jattn.models.model_mesh import ModelMesh
 from jattn.models.residual import ResidualNorms
 from jattn.models.sharded_products import REPLICATED
@@ -27,6 +27,11 @@ from jattn.nn.attention_layer import attend_projected, by_heads, projections, ro
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
 from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, SHARES, LayerTailConfig
+
+ACTIVATIONS = dict(
+    silu="silu", swish="silu", gelu_pytorch_tanh="gelu_tanh", gelu_new="gelu_tanh", gelu_fast="gelu_tanh"
+)
+"""Activations of MLPs that the launch has -> their names there."""
 
 
 def configs_of(
@@ -45,7 +50,7 @@ def configs_of(
         ranks: dict[str, Any] = {}
         if model_mesh is not None:
             ranks = dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
-        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _norms(config.layers, i), **ranks))
+        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _formula(config.layers, i), **ranks))
     return None if None in configs else configs
 
 
@@ -61,16 +66,16 @@ def _next_kv_axes(config: ModelConfig, model_mesh: ModelMesh, i: int) -> tuple[s
 
 
 def _is_plain(layer: LayerConfig) -> bool:
-    """x + attention(norm(x)), then x + MLP(norm(x)), with RMS norms and a gated SiLU MLP; biases of q, k and v only."""
+    """x + attention(norm(x)), then x + MLP(norm(x)), with RMS norms and a gated MLP; biases of q, k and v only."""
     attn, mlp = layer.self_attn, layer.mlp
     if not isinstance(attn, AttentionConfig) or not isinstance(mlp, MLP) or layer.cross_attn is not None:
         return False
     has_bias = attn.out_bias or mlp.bias
-    is_silu = mlp.gated and activation(mlp.activation) is jax.nn.silu
+    is_gated = mlp.gated and mlp.activation in ACTIVATIONS
     branches = (layer.kv_from, layer.laurel, layer.experts, layer.layer_input, layer.altup)
     is_usual = not any(branch is not None for branch in branches) and not layer.output_scale and not layer.parallel
     has_qkv = projections(attn) in (("qkv",), ("q", "k", "v"))
-    is_plain = is_silu and not has_bias and not mlp.sparsity and is_usual and has_qkv
+    is_plain = is_gated and not has_bias and not mlp.sparsity and is_usual and has_qkv
     return is_plain and all(map(_is_pre_norm, (layer.attn_norms, layer.mlp_norms)))
 
 
@@ -81,10 +86,11 @@ def _is_pre_norm(norms: ResidualNorms) -> bool:
     return norm.kind == "rms" and norm.has_scale and not norm.has_bias
 
 
-def _norms(layers: Sequence[LayerConfig], i: int) -> op.TailNorms:
-    own, following = layers[i].mlp_norms.before, layers[min(i + 1, len(layers) - 1)].attn_norms.before
-    assert own is not None and following is not None  # _is_plain
-    return op.TailNorms(own, following)
+def _formula(layers: Sequence[LayerConfig], i: int) -> op.TailFormula:
+    mlp, own = layers[i].mlp, layers[i].mlp_norms.before
+    following = layers[min(i + 1, len(layers) - 1)].attn_norms.before
+    assert isinstance(mlp, MLP) and own is not None and following is not None  # _is_plain
+    return op.TailFormula(own, following, ACTIVATIONS[mlp.activation])
 
 
 def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, tuple]:
@@ -110,7 +116,7 @@ def forward(
         step = _Step(layers, attns, tuple(configs), ())
         on_ranks = lambda launch, i: _on_ranks(launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i])
         return _apart(step, weights, x, arguments, on_ranks, _counters_on_ranks(model_mesh, configs[0]))
-    own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_norms, layers))
+    own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_formula, layers))
     step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
     if own is None:
         return _apart(step, weights, x, arguments)
@@ -142,7 +148,7 @@ def _apart(
         cache, a = _attention(layer, attn, weights[i]["attn"], rows, *arguments[i])
         caches.append(cache)
         kernels, scales = _weights_of(weights, step.layers, i)
-        launch: Any = functools.partial(op.layer_tail, _norms(step.layers, i), config)
+        launch: Any = functools.partial(op.layer_tail, _formula(step.layers, i), config)
         launch = launch if on_ranks is None else on_ranks(launch, i)
         after: Any = launch(a, x, kernels, scales, counters)
         x, rows, counters = after

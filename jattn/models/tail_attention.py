@@ -45,7 +45,7 @@ class Attending:
 
 def attending(
     layers: Sequence[LayerConfig], weights: Sequence[dict], configs: Sequence[LayerTailConfig], attns: Sequence,
-    arguments: Sequence, weights_of: Callable, norms_of: Callable,
+    arguments: Sequence, weights_of: Callable, formula_of: Callable,
 ) -> Attending | None:  # fmt: skip
     """None if some layer needs a launch of its own for attention. arguments: of each layer (cache, the plan of its
     attention, positions, angles)."""
@@ -55,7 +55,7 @@ def attending(
         if attention is None:
             return None
         kernels, scales = weights_of(weights, layers, i)
-        config = op.config_of(configs[i].rows, jnp.dtype(jnp.bfloat16), kernels, scales, norms_of(i), attention)
+        config = op.config_of(configs[i].rows, jnp.dtype(jnp.bfloat16), kernels, scales, formula_of(i), attention)
         if config is None:
             return None
         found.append(config)
@@ -94,11 +94,12 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
 
 
 def _is_tried(config: LayerTailConfig) -> bool:
-    """Heads of 64 without norm, bias and window, at most 4 to a kv head, and tokens that a CTA merges in one turn."""
+    """Heads of 64 without norm, bias and window, at most 4 to a kv head, tokens that a CTA merges in one turn, SiLU."""
     a = config.attention
     assert a is not None
     one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
-    return a.head_dim == 64 and a.norm_eps is None and not a.has_bias and a.left < 0 and a.chunks == 1 and one_turn
+    is_plain = a.norm_eps is None and not a.has_bias and a.left < 0 and config.activation == "silu"
+    return is_plain and a.head_dim == 64 and a.chunks == 1 and one_turn
 
 
 def _has_short_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:

@@ -1,6 +1,6 @@
 """A decoder layer after attention, and the next layer's projections, for few tokens: one launch on a Hopper GPU.
 
-x1 = x + a o;   h = silu(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = norm(x2) [q k v]
+x1 = x + a o;   h = act(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = norm(x2) [q k v]
 """
 
 import dataclasses
@@ -18,17 +18,19 @@ from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, TailAttention,
 from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
 
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 Counters = tuple[jax.Array, ...]
 """What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one. With
 several ranks also what they send to one another."""
 
 
 @dataclasses.dataclass(frozen=True)
-class TailNorms:
-    """The RMS norms before the MLP and before the next projections; without those, the second is not used."""
+class TailFormula:
+    """What a layer's tail computes beside its products."""
 
-    mlp: Norm
-    next: Norm
+    mlp_norm: Norm  # RMS, before the MLP
+    next_norm: Norm  # RMS, before the next projections; not used without those
+    activation: str = "silu"  # of the gate, one of ACTIVATIONS
 
 
 def new_counters(config: LayerTailConfig | None = None) -> Counters:
@@ -42,7 +44,7 @@ def config_of(
     dtype: Any,
     weights: tuple[tuple[jax.Array, ...], ...],
     scales: tuple[jax.Array, ...],
-    norms: TailNorms,
+    formula: TailFormula,
     attention: TailAttention | None = None,
     *,
     ranks: int = 1,
@@ -60,18 +62,19 @@ def config_of(
     if {dtype, *(y.dtype for y in arrays)} != {jnp.dtype(jnp.bfloat16)}:
         return None
     (o,), (gate, _), _, *rest = weights
-    pair, following = (norms.mlp, norms.next), rest[0] if rest else ()
+    pair, following = (formula.mlp_norm, formula.next_norm), rest[0] if rest else ()
     sharing = (ranks, *(kv_ranks,) * (len(following) - 1))
     return choose(
         tokens, o.shape[1], o.shape[0] // ranks, gate.shape[1] // ranks,
         tuple(w.shape[1] // count for w, count in zip(following, sharing, strict=False)), processors, attention,
         ranks=ranks,
         eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
+        activation=formula.activation,
     )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales, counters: Counters) -> Any:
+def layer_tail(formula: TailFormula, config: LayerTailConfig, a, x, weights, scales, counters: Counters) -> Any:
     """(x2 [T, hidden], rows [T, width of the next projections] or None, counters of the next launch).
 
     a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
@@ -80,27 +83,27 @@ def layer_tail(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales,
     return launch(a, x, weights, scales, counters, config)[:3]
 
 
-def _backward(norms: TailNorms, config: LayerTailConfig, inputs, cotangent):
-    _, pull = jax.vjp(lambda a, x, weights, scales: in_steps(a, x, weights, scales, norms), *inputs)
+def _backward(formula: TailFormula, config: LayerTailConfig, inputs, cotangent):
+    _, pull = jax.vjp(lambda a, x, weights, scales: in_steps(a, x, weights, scales, formula), *inputs)
     return *pull(cotangent[:2]), None
 
 
-def _forward(norms: TailNorms, config: LayerTailConfig, a, x, weights, scales, counters: Counters):
-    return layer_tail(norms, config, a, x, weights, scales, counters), (a, x, weights, scales)
+def _forward(formula: TailFormula, config: LayerTailConfig, a, x, weights, scales, counters: Counters):
+    return layer_tail(formula, config, a, x, weights, scales, counters), (a, x, weights, scales)
 
 
 layer_tail.defvjp(_forward, _backward)
 
 
-def in_steps(a, x, weights, scales, norms: TailNorms) -> tuple:
+def in_steps(a, x, weights, scales, formula: TailFormula) -> tuple:
     """(x2, rows or None) by one product after the other."""
     (o,), (gate, up), (down,), *rest = weights
     x = x + _product(a, o)
-    of_gate, of_up = products(norms.mlp({"scale": scales[0]}, x), (gate, up), dtype=x.dtype)
-    x = x + _product(jax.nn.silu(of_gate) * of_up, down)
+    of_gate, of_up = products(formula.mlp_norm({"scale": scales[0]}, x), (gate, up), dtype=x.dtype)
+    x = x + _product(ACTIVATIONS[formula.activation](of_gate) * of_up, down)
     if not rest:
         return x, None
-    return x, jnp.concatenate(products(norms.next({"scale": scales[1]}, x), rest[0], dtype=x.dtype), axis=1)
+    return x, jnp.concatenate(products(formula.next_norm({"scale": scales[1]}, x), rest[0], dtype=x.dtype), axis=1)
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:

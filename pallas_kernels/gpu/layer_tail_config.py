@@ -19,6 +19,9 @@ KV_HEADS = 64  # with a counter
 ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
 SHARES = 4  # of a token's columns, each added up by a CTA, at most
 SUMS = 160  # floats of a thread's accumulators, at most
+ACTIVATIONS = "silu", "gelu_tanh"  # of the gate
+GELU_TANH = -2.302208198144325, -0.1029432395800235
+"""A, B: GELU, approximated by tanh, is g / (1 + 2^(g (A + B g^2))), since (1 + tanh y) / 2 = 1 / (1 + exp(-2 y))."""
 PAIR = 3.0  # microseconds that a pair of CTAs must save: it exchanges sums, and takes a stage of the ring for them
 READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
 
@@ -143,6 +146,7 @@ class LayerTailConfig:
     products: tuple[ChainProduct, ...]  # o, gate and up, down, and the next layer's q, k and v if there is one
     eps: tuple[float, float] = (1e-5, 1e-5)  # of the MLP's norm and the next layer's
     one_plus: tuple[bool, bool] = (False, False)
+    activation: str = "silu"  # of the gate
     ctas: int = 132
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory
@@ -226,6 +230,7 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
         f"sums by the CTAs that multiply them: wanted attention with sums, and at most {SHARES} shares",
     )
     refuse(c.rows > c.ctas, f"{c.rows} rows: {c.ctas} CTAs add up one each at least")
+    refuse(c.activation not in ACTIVATIONS, f"activation {c.activation!r}: wanted one of {', '.join(ACTIVATIONS)}")
     refuse(c.slots < c.in_flight, f"{c.in_flight} blocks in flight: shared memory has {c.slots}")
     refuse(not 1 <= c.ranks <= MAX_RANKS, f"{c.ranks} ranks: wanted 1 to {MAX_RANKS}")
     refuse(c.ctas > MAX_CTAS, f"{c.ctas} CTAs: wanted {MAX_CTAS} at most")

@@ -19,7 +19,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu.layer_tail_config import PIECE, THREADS, LayerTailConfig
+from pallas_kernels.gpu.layer_tail_config import GELU_TANH, PIECE, THREADS, LayerTailConfig
 from pallas_kernels.gpu.ptx_sm90 import of_peer
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -44,7 +44,7 @@ def initial(cfg: LayerTailConfig) -> str:
 
 
 def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
-    """h = silu(gate) * up of this CTA's columns.
+    """h = activation(gate) * up of this CTA's columns.
 
     gate, up: f32 (64 columns, T8 tokens) of its half of the inner dimension; `factors` multiply those of both halves.
     """
@@ -75,7 +75,7 @@ def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
             came = ptx.asm_values(text, "=f,=f,=f,=f,r", 4, ptx.add(here, ptx.i32(i * THREADS * _FOUR)))
             scale = [rows.pair_element(scales[token], k) for k in (0, 1, 0, 1)]
             sums = [arith.mulf(arith.addf(a, b), s) for a, b, s in zip(four, came, scale, strict=True)]
-            word = ptx.pack_16bit(*(_gated(*sums[k::2]) for k in range(2)), "bfloat16")
+            word = ptx.pack_16bit(*(_gated(cfg, *sums[k::2]) for k in range(2)), "bfloat16")
             word = ptx.transpose_8x8(word)  # a column of two tokens -> two columns of a token
             ptx.asm(f"st.global.b32 [$0+{2 * token * width}], $1;", "l,r", base, word)
 
@@ -108,9 +108,13 @@ def _send(here, barrier, half, fours) -> None:
     ptx.asm("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", "r", of_peer(barrier, other))
 
 
-def _gated(gate, up):
-    """silu(gate) * up"""
-    shrunk = ptx.exp2(arith.mulf(gate, ptx.f32(-math.log2(math.e))))
+def _gated(cfg: LayerTailConfig, gate, up):
+    """activation(gate) * up"""
+    factor = ptx.f32(-math.log2(math.e))
+    if cfg.activation == "gelu_tanh":
+        a, b = map(ptx.f32, GELU_TANH)
+        factor = ptx.fma(b, arith.mulf(gate, gate), a)
+    shrunk = ptx.exp2(arith.mulf(gate, factor))
     return arith.mulf(ptx.divide(gate, arith.addf(shrunk, ptx.f32(1.0))), up)
 
 

@@ -1,6 +1,6 @@
 """The part of a decoder layer after attention, and the next layer's projections, for few tokens: one launch.
 
-    x1 = x + a o;   h = silu(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = n2 [q k v], n2 = norm(x2)
+    x1 = x + a o;   h = act(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = n2 [q k v], n2 = norm(x2)
 
 Every product takes as long as the memory takes to read its weights. Between two launches the memory is idle until the
 first weights arrive. Here one warpgroup loads the weights of all products, one after the other and as far ahead as
@@ -42,7 +42,7 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu import tail_sums_sm90 as tail_sums
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, SHARES, THREADS, LayerTailConfig, supports
+from pallas_kernels.gpu.layer_tail_config import BLOCK, GELU_TANH, PIECE, SHARES, THREADS, LayerTailConfig, supports
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
 from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed
 
@@ -339,8 +339,7 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             elif p.gated:
                 half = p.pieces // 2
                 for j in range(half):
-                    gate, up = accs[j] * factors, accs[half + j] * factors
-                    y = gate / (1.0 + jnp.exp(-gate)) * up
+                    y = _gated(cfg, accs[j] * factors, accs[half + j] * factors)
                     _store_columns(cfg, refs.h, y, jnp.int32(0), (strip * half + j) * PIECE)
             else:
                 for j, acc in enumerate(accs):
@@ -365,6 +364,14 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
                 arrivals.arrive(refs.counters, arrivals.share_added(i, share_of_row))
 
     _each(cfg, run)
+
+
+def _gated(cfg: LayerTailConfig, gate, up):
+    """activation(gate) * up"""
+    if cfg.activation == "silu":
+        return gate / (1.0 + jnp.exp(-gate)) * up
+    a, b = GELU_TANH
+    return gate / (1.0 + jnp.exp2(gate * (a + b * (gate * gate)))) * up
 
 
 def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):

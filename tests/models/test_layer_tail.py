@@ -30,6 +30,7 @@ SERVED = {
     "llama": {},
     "mistral": dict(sliding_window=5),
     "qwen2": {},
+    "gemma": {},
     "glm": dict(partial_rotary_factor=0.5),
     "seed_oss": dict(attention_bias=True, attention_out_bias=False),
     "qwen3": dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
@@ -37,7 +38,7 @@ SERVED = {
     "ministral": dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
 }
 NAMES = ["llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen2", "qwen3", "ministral",
-         "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm"]  # fmt: skip
+         "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm", "gemma"]  # fmt: skip
 
 
 def config_of(family: str, **changes) -> models.ModelConfig:
@@ -63,7 +64,9 @@ def formulas(launches, a, x, weights, scales, counters, config):
     x1 = rounded(f32(x) + f32(a) @ f32(o))
     n1 = normed(x1, 0)
     g = n1 @ f32(gate)
-    h = rounded(g / (1 + jnp.exp(-g)) * (n1 @ f32(up)))
+    tanh = lambda g: g * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) / 2
+    act = dict(silu=lambda g: g / (1 + jnp.exp(-g)), gelu_tanh=tanh)[config.activation]
+    h = rounded(act(g) * (n1 @ f32(up)))
     x2 = rounded(f32(x1) + f32(h) @ f32(down))
     x2 = jnp.where((counters[0] != 0).any(), jnp.nan, x2)
     rows = jnp.concatenate([rounded(normed(x2, 1) @ f32(w)) for w in following[0]], 1) if following else None
@@ -152,8 +155,8 @@ OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))
 def test_only_plain_layers_are_taken(name, hopper):
-    """Not: other biases than of q, k and v, norms after a sublayer, experts, parallel or latent layers, GELU, a factor
-    of the residual."""
+    """Not: other biases than of q, k and v, norms after a sublayer, experts, parallel or latent layers, a factor of the
+    residual."""
     keys = FAMILIES[name]
     sizes = dict(hidden_size=256, intermediate_size=512) if "kv_lora_rank" in keys else SIZES
     config = models.config_of(keys | {n: v for n, v in sizes.items() if n != "max_position_embeddings"})
@@ -176,6 +179,12 @@ def test_one_bias_of_a_fused_projection_is_added(hopper):
 @pytest.mark.parametrize("changes", [dict(attention_bias=True), dict(mlp_bias=True), dict(hidden_act="gelu")])
 def test_options_that_are_not_taken(changes, hopper):
     assert configs(config_of("llama")) and not configs(config_of("llama", **changes))
+
+
+@pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "gelu_new", "gelu_fast", "swish"])
+def test_names_of_activations_that_are_taken(name, hopper):
+    (*_, found) = configs(config_of("llama", hidden_act=name)) or [None]
+    assert found is not None and found.activation == ("silu" if name == "swish" else "gelu_tanh")
 
 
 @pytest.mark.slow
@@ -281,14 +290,14 @@ def test_weights_that_xla_divides_are_not_taken(hopper):
         assert not configs(config_of("llama"))
 
 
-@pytest.mark.parametrize("has_next", [True, False])
-def test_its_gradient_is_that_of_single_products(has_next, hopper):
+@pytest.mark.parametrize(("has_next", "activation"), [(True, "silu"), (False, "silu"), (True, "gelu_tanh")])
+def test_its_gradient_is_that_of_single_products(has_next, activation, hopper):
     rng = np.random.default_rng(5)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, jnp.bfloat16)
     weights = ((normal(256, 256),), (normal(256, 512), normal(256, 512)), (normal(512, 256),))
     weights += ((normal(256, 256), normal(256, 128)),) if has_next else ()
     a, x, scales = normal(5, 256), normal(5, 256), (normal(256) + 1, normal(256) + 1)
-    norms = op.TailNorms(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True))
+    norms = op.TailFormula(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True), activation)
     config = op.config_of(5, a.dtype, weights, scales, norms)
     assert config is not None
     loss = lambda results: sum((y.astype(jnp.float32) ** 2).sum() for y in results[:2] if y is not None)

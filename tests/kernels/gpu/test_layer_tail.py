@@ -112,6 +112,7 @@ def config_of(**changes):
         (dict(rows=16, ctas=15), "16 rows: 15 CTAs"),
         (dict(slots=2), "3 blocks in flight"),
         (dict(ranks=9), "9 ranks"),
+        (dict(activation="relu"), "activation 'relu'"),
         (dict(ctas=257), "257 CTAs"),
         (dict(token_stages=1), "2 blocks of tokens together"),
         (dict(ctas=3, rows=2), "4 units"),

@@ -4,11 +4,13 @@ import types
 from unittest import mock
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.gpu import layer_tail_pairs_sm90 as kernel
+from pallas_kernels.gpu import layer_tail_sm90 as layer_tail
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.layer_tail_config import THREADS, choose
 from tests.kernels.gpu.simt import Fragment, Machine, emulated
@@ -40,9 +42,15 @@ def fragment(numbers: np.ndarray) -> Fragment:
     return found
 
 
-@pytest.mark.parametrize("tokens", [8, 24, 64])
-def test_a_pair_adds_up_both_halves_of_the_inner_dimension_and_stores_each_column_once(tokens):
-    config = choose(tokens, 4096, 1024, WIDTH, (), 132)
+def exactly(activation: str, gate: np.ndarray) -> np.ndarray:
+    if activation == "silu":
+        return gate / (1 + np.exp(-gate))
+    return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+
+
+@pytest.mark.parametrize(("tokens", "activation"), [(8, "silu"), (24, "silu"), (64, "silu"), (16, "gelu_tanh")])
+def test_a_pair_adds_up_both_halves_of_the_inner_dimension_and_stores_each_column_once(tokens, activation):
+    config = choose(tokens, 4096, 1024, WIDTH, (), 132, activation=activation)
     assert config is not None and config.in_pairs
     machine, rng, first = Pair(tokens), np.random.default_rng(tokens), 192
     gate, up = rng.normal(size=(2, 2, 64, tokens)).astype(np.float32)
@@ -56,10 +64,26 @@ def test_a_pair_adds_up_both_halves_of_the_inner_dimension_and_stores_each_colum
     ):  # fmt: skip
         kernel.store(config, refs, *map(fragment, (gate, up, factors)), column)
     gate, up = (x.astype(np.float64).sum(axis=0) * factors[0] for x in (gate, up))
-    wanted = (gate / (1 + np.exp(-gate)) * up).T
+    wanted = (exactly(activation, gate) * up).T
     found = machine.memory[2 * SHARED :].view(ml_dtypes.bfloat16).reshape(tokens, WIDTH).astype(np.float64)
     np.testing.assert_allclose(found[:, first : first + 64], wanted, rtol=2**-8, atol=1e-6)
     assert not np.delete(found, range(first, first + 64), axis=1).any()
     (barrier,) = machine.arrived  # of the other CTA, behind what it received
     np.testing.assert_array_equal(barrier, (1 - machine.half) * SHARED + 2**15 + 8 * config.ring_barriers)
     assert not machine.memory[: 2 * SHARED].reshape(2, SHARED)[:, 4 * kernel.received_floats(config) :].any()
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [1e-3, 1, 6, 1e4, 1e19])
+def test_both_forms_of_the_gate_are_exact_to_float32(activation, size):
+    """Of a pair's threads, and of a whole strip; up to where exp(-10) is left of the gate, and beyond."""
+    config = types.SimpleNamespace(activation=activation)
+    gate = np.linspace(-size, size, 1024).astype(np.float32)
+    up = np.random.default_rng(1).normal(size=1024).astype(np.float32)
+    with np.errstate(over="ignore"):
+        wanted = exactly(activation, gate.astype(np.float64)) * up
+    machine = Machine(1024, 256)
+    with emulated(kernel, machine), np.errstate(over="ignore"):
+        ours = kernel._gated(config, gate, up)
+    for found in (ours, np.asarray(layer_tail._gated(config, jnp.asarray(gate), jnp.asarray(up)))):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-10)
