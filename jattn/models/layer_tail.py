@@ -66,7 +66,7 @@ def _next_kv_axes(config: ModelConfig, model_mesh: ModelMesh, i: int) -> tuple[s
 
 
 def _is_plain(layer: LayerConfig) -> bool:
-    """x + attention(norm(x)), then x + MLP(norm(x)), with RMS norms and a gated MLP; biases of q, k and v only."""
+    """x + f attention(norm(x)), then x + g MLP(norm(x)), with RMS norms and a gated MLP; biases of q, k and v only."""
     attn, mlp = layer.self_attn, layer.mlp
     if not isinstance(attn, AttentionConfig) or not isinstance(mlp, MLP) or layer.cross_attn is not None:
         return False
@@ -81,7 +81,7 @@ def _is_plain(layer: LayerConfig) -> bool:
 
 def _is_pre_norm(norms: ResidualNorms) -> bool:
     norm = norms.before
-    if norm is None or norms != ResidualNorms(before=norm):
+    if norm is None or norms != ResidualNorms(before=norm, factor=norms.factor):
         return False
     return norm.kind == "rms" and norm.has_scale and not norm.has_bias
 
@@ -90,7 +90,8 @@ def _formula(layers: Sequence[LayerConfig], i: int) -> op.TailFormula:
     mlp, own = layers[i].mlp, layers[i].mlp_norms.before
     following = layers[min(i + 1, len(layers) - 1)].attn_norms.before
     assert isinstance(mlp, MLP) and own is not None and following is not None  # _is_plain
-    return op.TailFormula(own, following, ACTIVATIONS[mlp.activation])
+    factors = layers[i].attn_norms.factor, layers[i].mlp_norms.factor
+    return op.TailFormula(own, following, ACTIVATIONS[mlp.activation], factors)
 
 
 def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, tuple]:

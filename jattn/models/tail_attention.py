@@ -94,11 +94,13 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
 
 
 def _is_tried(config: LayerTailConfig) -> bool:
-    """Heads of 64 without norm, bias and window, at most 4 to a kv head, tokens that a CTA merges in one turn, SiLU."""
+    """Heads of 64 without norm, bias and window, at most 4 to a kv head, tokens that a CTA merges in one turn, SiLU and
+    no factors of the residual."""
     a = config.attention
     assert a is not None
     one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
-    is_plain = a.norm_eps is None and not a.has_bias and a.left < 0 and config.activation == "silu"
+    is_plain = a.norm_eps is None and not a.has_bias and a.left < 0
+    is_plain = is_plain and config.activation == "silu" and config.factors == (1.0, 1.0)
     return is_plain and a.head_dim == 64 and a.chunks == 1 and one_turn
 
 

@@ -31,6 +31,7 @@ class TailFormula:
     mlp_norm: Norm  # RMS, before the MLP
     next_norm: Norm  # RMS, before the next projections; not used without those
     activation: str = "silu"  # of the gate, one of ACTIVATIONS
+    factors: tuple[float, float] = (1.0, 1.0)  # of what attention and the MLP add to x
 
 
 def new_counters(config: LayerTailConfig | None = None) -> Counters:
@@ -69,7 +70,7 @@ def config_of(
         tuple(w.shape[1] // count for w, count in zip(following, sharing, strict=False)), processors, attention,
         ranks=ranks,
         eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
-        activation=formula.activation,
+        activation=formula.activation, factors=formula.factors,
     )  # fmt: skip
 
 
@@ -98,9 +99,10 @@ layer_tail.defvjp(_forward, _backward)
 def in_steps(a, x, weights, scales, formula: TailFormula) -> tuple:
     """(x2, rows or None) by one product after the other."""
     (o,), (gate, up), (down,), *rest = weights
-    x = x + _product(a, o)
+    of_attention, of_mlp = (jnp.asarray(factor, x.dtype) for factor in formula.factors)
+    x = x + of_attention * _product(a, o)
     of_gate, of_up = products(formula.mlp_norm({"scale": scales[0]}, x), (gate, up), dtype=x.dtype)
-    x = x + _product(ACTIVATIONS[formula.activation](of_gate) * of_up, down)
+    x = x + of_mlp * _product(ACTIVATIONS[formula.activation](of_gate) * of_up, down)
     if not rest:
         return x, None
     return x, jnp.concatenate(products(formula.next_norm({"scale": scales[1]}, x), rest[0], dtype=x.dtype), axis=1)

@@ -147,6 +147,7 @@ class LayerTailConfig:
     eps: tuple[float, float] = (1e-5, 1e-5)  # of the MLP's norm and the next layer's
     one_plus: tuple[bool, bool] = (False, False)
     activation: str = "silu"  # of the gate
+    factors: tuple[float, float] = (1.0, 1.0)  # of the sums that are added to the residual: of o, and of down
     ctas: int = 132
     token_stages: int = 4
     slots: int = 8  # blocks of a piece in shared memory

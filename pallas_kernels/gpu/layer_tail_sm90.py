@@ -44,7 +44,7 @@ from pallas_kernels.gpu import tail_sums_sm90 as tail_sums
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import BLOCK, GELU_TANH, PIECE, SHARES, THREADS, LayerTailConfig, supports
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
-from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed
+from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed, plus
 
 _WGMMA = plgpu.Layout.WGMMA
 _WEIGHT_BLOCK = (BLOCK, PIECE)
@@ -456,7 +456,7 @@ def _token_factors(cfg: LayerTailConfig, squares, norm: int):
 
 
 def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number):
-    """A share of a token's columns: x += sums of product i; x times the norm's scale; the sum of squares of x."""
+    """A share of a token's columns: x += factor * sums of product i; x times the norm's scale; the squares of x."""
     p, norm = cfg.products[i], i // 2
     old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
     given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
@@ -471,9 +471,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
         if cfg.ranks > 1:
             fours = ranks.sum_over_ranks(cfg, i, share, exchange, ptx.scalar_value(cta), fours)
-        fours = [
-            [arith.addf(a, b) for a, b in zip(floats(w), y, strict=True)] for w, y in zip(before, fours, strict=True)
-        ]
+        fours = [plus(floats(w), cfg.factors[norm], y) for w, y in zip(before, fours, strict=True)]
         fours, total = share.store(new, fours), ptx.f32(0.0)
         for value in (value for four in fours for value in four):
             total = ptx.fma(value, value, total)

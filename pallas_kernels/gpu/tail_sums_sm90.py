@@ -1,6 +1,6 @@
 """The last residual of layer_tail_sm90.py added up by the CTAs that multiply it: one wait of CTAs for others less.
 
-    x2 = x1 + the sums of the CTAs of the product before;   the tokens that are multiplied: x2 times the norm's scale
+    x2 = x1 + factor * the sums of the CTAs of the product before;   the tokens that are multiplied: x2 * norm's scale
 
 Each CTA of the next projections needs only its share of the columns, and the norm's factor is applied by the next
 launch (attention.sums), so no CTA needs a whole token. Those with the first strip store x2 and its squares.
@@ -16,7 +16,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.layer_tail_config import SCRATCH, SHARES, THREADS, LayerTailConfig
 from pallas_kernels.gpu.stage_ring_sm90 import Ring
-from pallas_kernels.gpu.token_share_sm90 import floats, packed
+from pallas_kernels.gpu.token_share_sm90 import floats, packed, plus
 from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 
 LAST = 3  # the product whose tokens they are
@@ -81,7 +81,7 @@ def add_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token
         total = loaded[0]
         for other in loaded[1:]:
             total = [arith.addf(x, y) for x, y in zip(total, other, strict=True)]
-        words = packed([arith.addf(x, y) for x, y in zip(old, floats(packed(total)), strict=True)])
+        words = packed(plus(old, cfg.factors[1], floats(packed(total))))
         new = floats(words)
         scales = [arith.addf(s, ptx.f32(1.0)) for s in scales] if cfg.one_plus[1] else scales
         tile.put(target, number, token, packed([arith.mulf(x, s) for x, s in zip(new, scales, strict=True)]))

@@ -83,6 +83,13 @@ def floats(words):
     return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
 
 
+def plus(x, factor: float, y):
+    """x + factor * y of each number."""
+    if factor == 1.0:
+        return [arith.addf(a, b) for a, b in zip(x, y, strict=True)]
+    return [ptx.fma(b, ptx.f32(factor), a) for a, b in zip(x, y, strict=True)]
+
+
 def norm_factor(place, hidden: int, shares: int, eps: float):
     """1 / sqrt(mean + eps) of the shares' sums of squares at this address."""
     names = ", ".join(f"${i}" for i in range(shares))

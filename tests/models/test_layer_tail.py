@@ -31,6 +31,7 @@ SERVED = {
     "mistral": dict(sliding_window=5),
     "qwen2": {},
     "gemma": {},
+    "granite": dict(residual_multiplier=0.22, attention_multiplier=0.1, embedding_multiplier=3.0, logits_scaling=0.5),
     "glm": dict(partial_rotary_factor=0.5),
     "seed_oss": dict(attention_bias=True, attention_out_bias=False),
     "qwen3": dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
@@ -61,13 +62,13 @@ def formulas(launches, a, x, weights, scales, counters, config):
         return f32(y) / jnp.sqrt((f32(y) ** 2).mean(1, keepdims=True) + config.eps[which]) * scale[None]
 
     (o,), (gate, up), (down,), *following = weights
-    x1 = rounded(f32(x) + f32(a) @ f32(o))
+    x1 = rounded(f32(x) + config.factors[0] * (f32(a) @ f32(o)))
     n1 = normed(x1, 0)
     g = n1 @ f32(gate)
     tanh = lambda g: g * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) / 2
     act = dict(silu=lambda g: g / (1 + jnp.exp(-g)), gelu_tanh=tanh)[config.activation]
     h = rounded(act(g) * (n1 @ f32(up)))
-    x2 = rounded(f32(x1) + f32(h) @ f32(down))
+    x2 = rounded(f32(x1) + config.factors[1] * (f32(h) @ f32(down)))
     x2 = jnp.where((counters[0] != 0).any(), jnp.nan, x2)
     rows = jnp.concatenate([rounded(normed(x2, 1) @ f32(w)) for w in following[0]], 1) if following else None
     return x2, rows, (jnp.zeros_like(counters[1]), counters[0] + 1)
@@ -155,8 +156,7 @@ OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))
 def test_only_plain_layers_are_taken(name, hopper):
-    """Not: other biases than of q, k and v, norms after a sublayer, experts, parallel or latent layers, a factor of the
-    residual."""
+    """Not: other biases than of q, k and v, norms after a sublayer, experts, parallel or latent layers."""
     keys = FAMILIES[name]
     sizes = dict(hidden_size=256, intermediate_size=512) if "kv_lora_rank" in keys else SIZES
     config = models.config_of(keys | {n: v for n, v in sizes.items() if n != "max_position_embeddings"})
@@ -290,14 +290,16 @@ def test_weights_that_xla_divides_are_not_taken(hopper):
         assert not configs(config_of("llama"))
 
 
-@pytest.mark.parametrize(("has_next", "activation"), [(True, "silu"), (False, "silu"), (True, "gelu_tanh")])
-def test_its_gradient_is_that_of_single_products(has_next, activation, hopper):
+@pytest.mark.parametrize(
+    ("has_next", "options"), [(True, ()), (False, ()), (True, ("gelu_tanh",)), (True, ("silu", (0.25, 0.5)))]
+)
+def test_its_gradient_is_that_of_single_products(has_next, options, hopper):
     rng = np.random.default_rng(5)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape) * shape[0] ** -0.5, jnp.bfloat16)
     weights = ((normal(256, 256),), (normal(256, 512), normal(256, 512)), (normal(512, 256),))
     weights += ((normal(256, 256), normal(256, 128)),) if has_next else ()
     a, x, scales = normal(5, 256), normal(5, 256), (normal(256) + 1, normal(256) + 1)
-    norms = op.TailFormula(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True), activation)
+    norms = op.TailFormula(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True), *options)
     config = op.config_of(5, a.dtype, weights, scales, norms)
     assert config is not None
     loss = lambda results: sum((y.astype(jnp.float32) ** 2).sum() for y in results[:2] if y is not None)
@@ -397,7 +399,7 @@ def decode_step(config, params, backend, new=(1, 0, 1, 1), lens=(70, 0, 1, 33), 
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [("llama", {}), ("llama", dict(num_attention_heads=6, num_key_value_heads=1, head_dim=128)), ("qwen3", {}),
-     ("qwen2", {}), ("ministral", {})],
+     ("qwen2", {}), ("granite", {}), ("ministral", {})],
 )  # fmt: skip
 def test_a_decode_step_of_few_requests_is_one_launch_a_layer(family, sizes, attending):
     config = config_of(family, **sizes)
@@ -455,7 +457,7 @@ def test_requests_of_many_keys_are_left_to_the_attention_kernel(attending, monke
 @pytest.mark.parametrize(
     ("family", "changes", "is_taken"),
     [("llama", {}, True), ("llama", dict(head_dim=128), False), ("qwen3", {}, False), ("mistral", {}, False),
-     ("qwen2", {}, False),
+     ("qwen2", {}, False), ("granite", {}, False), ("llama", dict(hidden_act="gelu_new"), False),
      ("llama", dict(num_attention_heads=8, num_key_value_heads=1), False),
      ("llama", dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8), True)],
 )  # fmt: skip

@@ -165,13 +165,14 @@ def unswizzled(stage):
     return out
 
 
-@pytest.mark.parametrize("one_plus", [False, True])
-def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus):
+@pytest.mark.parametrize(("one_plus", "factor"), [(False, 1.0), (True, 1.0), (False, 0.22)])
+def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus, factor):
     rng, rows, live = np.random.default_rng(5), 3, 2
     a = TailAttention(
         heads=16, kv_heads=4, head_dim=64, scale=0.1, blocks=8, page=8, columns=4, heads_first=True, sums=2
     )
-    cfg = choose(rows, 1024, 1024, 2048, (1024, 256, 256), 132, attention=a, one_plus=(False, one_plus))
+    cfg = choose(rows, 1024, 1024, 2048, (1024, 256, 256), 132, attention=a, one_plus=(False, one_plus),
+                 factors=(3.0, factor))  # fmt: skip
     assert cfg is not None
     cfg = dataclasses.replace(cfg, adds_directly=True)
     assert not supports(cfg)
@@ -199,7 +200,7 @@ def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus):
                 merged += [unswizzled(memory.seen("x_tile")[(1 + n) % cfg.token_stages]) for n in range(tile.each)]
             sums.store_squares(cfg, refs, scalar(share), scalar(live))
     added = parts.reshape(splits, 8, width).astype(np.float64).sum(0)[:live].astype(BF16).astype(np.float64)
-    x2 = (x1[:live].astype(np.float64) + added).astype(BF16).astype(np.float64)
+    x2 = (x1[:live].astype(np.float64) + factor * added).astype(BF16).astype(np.float64)
     np.testing.assert_allclose(memory.seen("x2")[:live].astype(np.float64), x2, rtol=2**-7, atol=1e-6)
     assert np.isnan(memory.seen("x2")[live:].astype(np.float32)).all()
     seen = memory.seen("x2")[:live].astype(np.float64)
