@@ -28,12 +28,26 @@ SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projec
     "llama_8b": (4096, 4096, 14336, (4096, 1024, 1024)),
     "qwen3_0.6b": (1024, 2048, 3072, (2048, 1024, 1024)),
     "llama_70b_one_of_8": (8192, 1024, 3584, (1024, 128, 128)),
+    "qwen2.5_7b": (3584, 3584, 18944, (3584, 512, 512)),
+    "gemma2_9b": (3584, 4096, 14336, (4096, 2048, 2048)),
+    "gemma2_9b_one_of_4": (3584, 1024, 3584, (1024, 512, 512)),
+    "olmo2_7b": (4096, 4096, 11008, (4096, 4096, 4096)),
+    "granite_8b": (4096, 4096, 12800, (4096, 1024, 1024)),
 }
 ROWS = (1, 8, 32, 64)
-FORMULA = op.TailFormula(Norm(eps=1e-5), Norm(eps=1e-5))
+NORM, ONE_PLUS = Norm(eps=1e-5), Norm(eps=1e-6, one_plus=True)
+FORMULA = op.TailFormula(NORM, NORM)
+GEMMA = op.TailFormula(ONE_PLUS, ONE_PLUS, "gelu_tanh", after=(ONE_PLUS, ONE_PLUS))
+FORMULAS = {
+    "gemma2_9b": GEMMA,
+    "gemma2_9b_one_of_4": GEMMA,
+    "olmo2_7b": op.TailFormula(None, None, after=(NORM, NORM)),
+    "granite_8b": op.TailFormula(NORM, NORM, factors=(0.22, 0.22)),
+}
+"""Of shapes whose layers have others than FORMULA."""
 
 
-def layer(shape: tuple, seed: int) -> tuple:
+def layer(shape: tuple, seed: int, formula: op.TailFormula = FORMULA) -> tuple:
     """(weights, scales)"""
     hidden, heads, wide, following = shape
     keys = iter(jax.random.split(jax.random.key(seed), 9))
@@ -43,35 +57,48 @@ def layer(shape: tuple, seed: int) -> tuple:
 
     into = lambda *widths: tuple(normal(hidden, width) for width in widths)
     weights = (normal(heads, hidden),), into(wide, wide), (normal(wide, hidden),), into(*following)
-    scales = tuple((1 + normal(1, hidden)[0] * 0.1).astype(jnp.bfloat16) for _ in range(2))
-    return weights, scales
+    norms = formula.mlp_norm, formula.next_norm, *formula.after
+    scales = (normal(1, hidden)[0] * 0.1 + (0 if norm is None or norm.one_plus else 1) for norm in norms)
+    scales = (None if norm is None else scale for norm, scale in zip(norms, scales, strict=True))
+    return weights, jax.tree.map(lambda scale: scale.astype(jnp.bfloat16), tuple(scales))
 
 
-def chain(config, a, x, layers):
+def chain(config, a, x, layers, formula: op.TailFormula = FORMULA):
     """(x, rows) after each layer, whose a is a part of the rows of the layer before; config None: XLA's products."""
     found, counters = [], op.new_counters()
     for weights, scales in layers:
         if config is None:
-            x, rows = op.in_steps(a, x, weights, scales, FORMULA)
+            x, rows = op.in_steps(a, x, weights, scales, formula)
         else:
-            results: Any = op.layer_tail(FORMULA, config, a, x, weights, scales, counters)
+            results: Any = op.layer_tail(formula, config, a, x, weights, scales, counters)
             x, rows, counters = results
         found.append((x, rows))
         a = jnp.tile(rows, (1, -(-a.shape[1] // rows.shape[1])))[:, : a.shape[1]]
     return found
 
 
-def exactly(a, x, weights, scales) -> tuple[np.ndarray, np.ndarray]:
+def exactly(a, x, weights, scales, formula: op.TailFormula = FORMULA) -> tuple[np.ndarray, np.ndarray]:
     """float64 (x2, rows) of one layer."""
     a, x, weights, scales = jax.tree.map(lambda y: np.asarray(y, np.float64), (a, x, weights, scales))
     (o,), (gate, up), (down,), following = weights
-    normed = lambda y, scale: y / np.sqrt((y**2).mean(1, keepdims=True) + 1e-5) * scale
-    x = x + a @ o
-    y = normed(x, scales[0])
-    of_gate = y @ gate
-    x = x + (of_gate / (1 + np.exp(-of_gate)) * (y @ up)) @ down
-    y = normed(x, scales[1])
+    norms = formula.mlp_norm, formula.next_norm, *formula.after
+
+    def normed(i: int, y: np.ndarray) -> np.ndarray:
+        if (norm := norms[i]) is None:
+            return y
+        return y / np.sqrt((y**2).mean(1, keepdims=True) + norm.eps) * (scales[i] + norm.one_plus)
+
+    x = x + formula.factors[0] * normed(2, a @ o)
+    y = normed(0, x)
+    x = x + formula.factors[1] * normed(3, (ACTIVATIONS[formula.activation](y @ gate) * (y @ up)) @ down)
+    y = normed(1, x)
     return x, np.concatenate([y @ w for w in following], axis=1)
+
+
+ACTIVATIONS = {
+    "silu": lambda y: y / (1 + np.exp(-y)),
+    "gelu_tanh": lambda y: y / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3))),
+}
 
 
 def furthest(found, wanted) -> float:
@@ -83,17 +110,17 @@ def furthest(found, wanted) -> float:
     return float(np.nan_to_num(np.concatenate(errors), nan=np.inf).max())
 
 
-def measure(shape: tuple, rows: int) -> dict:
+def measure(shape: tuple, rows: int, formula: op.TailFormula) -> dict:
     hidden, heads, *_ = shape
-    layers = [layer(shape, seed) for seed in range(LAYERS)]
+    layers = [layer(shape, seed, formula) for seed in range(LAYERS)]
     keys = jax.random.split(jax.random.key(8))
     a, x = (jax.random.normal(key, (rows, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
-    config = op.config_of(a.shape[0], a.dtype, *layers[0], FORMULA)
+    config = op.config_of(a.shape[0], a.dtype, *layers[0], formula)
     if config is None:
         return dict(ok=False, error="not served")
     compiled = lambda f: jax.jit(f).lower(a, x, layers).compile(compiler_options=CUDA_OPTIONS)
-    ours, theirs = (compiled(functools.partial(chain, which)) for which in (config, None))
-    found, wanted = ours(a, x, layers), exactly(a, x, *layers[0])
+    ours, theirs = (compiled(functools.partial(chain, which, formula=formula)) for which in (config, None))
+    found, wanted = ours(a, x, layers), exactly(a, x, *layers[0], formula)
     err, xla_err = furthest(found[0], wanted), furthest(theirs(a, x, layers)[0], wanted)
     equal = lambda other: jax.tree.all(jax.tree.map(lambda y, z: bool(jnp.array_equal(y, z)), other, found))
     same = all([equal(ours(a, x, layers)) for _ in range(5)])
@@ -110,7 +137,7 @@ def jobs_of():
     for name, shape in SHAPES.items():
         for rows in ROWS:
             names = dict(part="layer_tail", case=name, rows=rows)
-            yield names, functools.partial(measure, shape, rows)
+            yield names, functools.partial(measure, shape, rows, FORMULAS.get(name, FORMULA))
 
 
 def main(argv: list[str] | None = None) -> int:

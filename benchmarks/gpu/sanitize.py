@@ -85,15 +85,15 @@ def attention(case: cases.KernelCase, **fields) -> dict:
     return row | dict(ok=bool(row["rel_err"] < 3e-2 and row["lse_err"] < 1e-2 and row["same_bits"]))
 
 
-def tail(shape: tuple, in_pairs: bool) -> dict:
+def tail(shape: tuple, in_pairs: bool, formula: tail_op.TailFormula = layer_tail.FORMULA) -> dict:
     """A small layer's tail. in_pairs: pairs of CTAs share a strip of gate and up."""
-    weights, scales = layer_tail.layer(shape, 0)
+    weights, scales = layer_tail.layer(shape, 0, formula)
     hidden, heads, *_ = shape
     keys = jax.random.split(jax.random.key(1))
     a, x = (jax.random.normal(key, (8, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
-    config = tail_op.config_of(8, a.dtype, weights, scales, layer_tail.FORMULA)
-    found = layer_tail.chain(config, a, x, [(weights, scales)])[0]
-    error = layer_tail.furthest(found, layer_tail.exactly(a, x, weights, scales))
+    config = tail_op.config_of(8, a.dtype, weights, scales, formula)
+    found = layer_tail.chain(config, a, x, [(weights, scales)], formula)[0]
+    error = layer_tail.furthest(found, layer_tail.exactly(a, x, weights, scales, formula))
     return dict(error=error, ok=config is not None and config.in_pairs == in_pairs and error < 3e-2)
 
 
@@ -150,7 +150,9 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
     for vocab, top_k, top_p in ((40000, 20, 0.8), (40001, 0, 0.9), (40000, 0, 0.999), (40000, 9000, 1.0)):
         problem, name = sampling.Problem(3, vocab), f"sampling_floor {top_k} {top_p}"
         found[name] = functools.partial(sampling.measure_floor, problem, top_k, top_p, timed=False)
-    found["layer_tail"] = functools.partial(tail, (1024, 1024, 2048, (1024, 256, 256)), in_pairs=False)
+    small = 1024, 1024, 2048, (1024, 256, 256)
+    found["layer_tail"] = functools.partial(tail, small, in_pairs=False)
+    found["tail_norms_after"] = functools.partial(tail, small, in_pairs=False, formula=layer_tail.GEMMA)
     return found | {"tail_pairs": functools.partial(tail, (2048, 512, 1792, (512, 128, 128)), in_pairs=True)}
 
 

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jattn.models.config import LayerConfig, ModelConfig
-from jattn.models.mlp import MLP
+from jattn.models.mlp import KERNEL_GATES, MLP
 from jattn.models.model_mesh import ModelMesh
-from jattn.models.residual import ResidualNorms
+from jattn.models.residual import ResidualNorms, normed
 from jattn.models.sharded_products import REPLICATED
 from jattn.models.tail_attention import attending
 from jattn.nn import AttentionConfig
@@ -27,11 +27,6 @@ from jattn.nn.attention_layer import attend_projected, by_heads, projections, ro
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
 from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, SHARES, LayerTailConfig
-
-ACTIVATIONS = dict(
-    silu="silu", swish="silu", gelu_pytorch_tanh="gelu_tanh", gelu_new="gelu_tanh", gelu_fast="gelu_tanh"
-)
-"""Activations of MLPs that the launch has -> their names there."""
 
 
 def configs_of(
@@ -66,44 +61,49 @@ def _next_kv_axes(config: ModelConfig, model_mesh: ModelMesh, i: int) -> tuple[s
 
 
 def _is_plain(layer: LayerConfig) -> bool:
-    """x + f attention(norm(x)), then x + g MLP(norm(x)), with RMS norms and a gated MLP; biases of q, k and v only."""
+    """x + f norm(attention(norm(x))), then x + g norm(MLP(norm(x))), each norm an RMS norm or none, with a gated MLP;
+    biases of q, k and v only."""
     attn, mlp = layer.self_attn, layer.mlp
     if not isinstance(attn, AttentionConfig) or not isinstance(mlp, MLP) or layer.cross_attn is not None:
         return False
     has_bias = attn.out_bias or mlp.bias
-    is_gated = mlp.gated and mlp.activation in ACTIVATIONS
+    is_gated = mlp.gated and mlp.activation in KERNEL_GATES
     branches = (layer.kv_from, layer.laurel, layer.experts, layer.layer_input, layer.altup)
     is_usual = not any(branch is not None for branch in branches) and not layer.output_scale and not layer.parallel
     has_qkv = projections(attn) in (("qkv",), ("q", "k", "v"))
     is_plain = is_gated and not has_bias and not mlp.sparsity and is_usual and has_qkv
-    return is_plain and all(map(_is_pre_norm, (layer.attn_norms, layer.mlp_norms)))
+    return is_plain and all(map(_has_rms_norms, (layer.attn_norms, layer.mlp_norms)))
 
 
-def _is_pre_norm(norms: ResidualNorms) -> bool:
-    norm = norms.before
-    if norm is None or norms != ResidualNorms(before=norm, factor=norms.factor):
-        return False
-    return norm.kind == "rms" and norm.has_scale and not norm.has_bias
+def _has_rms_norms(norms: ResidualNorms) -> bool:
+    is_rms = lambda norm: norm is None or (norm.kind == "rms" and norm.has_scale and not norm.has_bias)
+    return norms.of_sum is None and is_rms(norms.before) and is_rms(norms.after)
 
 
 def _formula(layers: Sequence[LayerConfig], i: int) -> op.TailFormula:
-    mlp, own = layers[i].mlp, layers[i].mlp_norms.before
-    following = layers[min(i + 1, len(layers) - 1)].attn_norms.before
-    assert isinstance(mlp, MLP) and own is not None and following is not None  # _is_plain
-    factors = layers[i].attn_norms.factor, layers[i].mlp_norms.factor
-    return op.TailFormula(own, following, ACTIVATIONS[mlp.activation], factors)
+    layer, following = layers[i], layers[min(i + 1, len(layers) - 1)]
+    assert isinstance(layer.mlp, MLP)  # _is_plain
+    own = layer.attn_norms, layer.mlp_norms
+    return op.TailFormula(
+        own[1].before, following.attn_norms.before, KERNEL_GATES[layer.mlp.activation],
+        factors=(own[0].factor, own[1].factor), after=(own[0].after, own[1].after),
+    )  # fmt: skip
 
 
 def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, tuple]:
     """(weights of each product of layer i's tail, scales of its norms)"""
-    own, following = params[i], params[i + 1] if i + 1 < len(layers) else None
+    own, following, is_last = params[i], params[min(i + 1, len(layers) - 1)], i + 1 == len(layers)
     kernels = lambda *projections: tuple(weights["kernel"] for weights in projections)
-    mlp, scale = own["mlp"], own["mlp_norm"]["scale"]
+    scale = lambda weights, name: weights[name]["scale"] if name in weights else None
+    scales = scale(own, "mlp_norm"), scale(following, "attn_norm"), *(
+        scale(own, name) for name in ("attn_norm_after", "mlp_norm_after")
+    )  # fmt: skip
+    mlp = own["mlp"]
     groups = kernels(own["attn"]["o"]), kernels(mlp["gate"], mlp["up"]), kernels(mlp["down"])
-    if following is None:
-        return groups, (scale, scale)
+    if is_last:
+        return groups, scales
     names = projections(_attention_config(layers[i + 1]))
-    return (*groups, kernels(*(following["attn"][name] for name in names))), (scale, following["attn_norm"]["scale"])
+    return (*groups, kernels(*(following["attn"][name] for name in names))), scales
 
 
 def forward(
@@ -233,8 +233,7 @@ def _on_ranks(launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...],
 
 def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> tuple[jax.Array, ...]:
     """The projections of the first layer, [T, width] each."""
-    assert layer.attn_norms.before is not None
-    y = layer.attn_norms.before(weights["attn_norm"], x)
+    y = normed(layer.attn_norms.before, weights, "attn_norm", x)
     kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_config(layer))]
     return products(y, kernels, dtype=y.dtype)
 

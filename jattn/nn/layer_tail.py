@@ -1,6 +1,8 @@
 """A decoder layer after attention, and the next layer's projections, for few tokens: one launch on a Hopper GPU.
 
 x1 = x + a o;   h = act(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = norm(x2) [q k v]
+
+Both norms are optional, and a o and h down may be normalised and multiplied by a factor before they are added.
 """
 
 import dataclasses
@@ -12,13 +14,13 @@ import jax.numpy as jnp
 
 from jattn import device
 from jattn.nn.norm import Norm
+from jattn.ops.many_rows import GATES
 from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_arrivals_sm90 import WORDS
 from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, TailAttention, choose
 from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 Counters = tuple[jax.Array, ...]
 """What CTAs count their arrivals in: the first is zero at a launch, which clears the second for the next one. With
 several ranks also what they send to one another."""
@@ -28,10 +30,11 @@ several ranks also what they send to one another."""
 class TailFormula:
     """What a layer's tail computes beside its products."""
 
-    mlp_norm: Norm  # RMS, before the MLP
-    next_norm: Norm  # RMS, before the next projections; not used without those
-    activation: str = "silu"  # of the gate, one of ACTIVATIONS
+    mlp_norm: Norm | None  # RMS, before the MLP
+    next_norm: Norm | None  # RMS, before the next projections; not used without those
+    activation: str = "silu"  # of the gate, one of GATES
     factors: tuple[float, float] = (1.0, 1.0)  # of what attention and the MLP add to x
+    after: tuple[Norm | None, Norm | None] = (None, None)  # RMS, of that before the factor
 
 
 def new_counters(config: LayerTailConfig | None = None) -> Counters:
@@ -44,7 +47,7 @@ def config_of(
     tokens: int,
     dtype: Any,
     weights: tuple[tuple[jax.Array, ...], ...],
-    scales: tuple[jax.Array, ...],
+    scales: tuple[jax.Array | None, ...],
     formula: TailFormula,
     attention: TailAttention | None = None,
     *,
@@ -60,16 +63,18 @@ def config_of(
     if device.detect().generation != "sm_90" or processors is None or (is_partitioned() and ranks == 1):
         return None
     arrays = (*(w for group in weights for w in group), *scales)
-    if {dtype, *(y.dtype for y in arrays)} != {jnp.dtype(jnp.bfloat16)}:
+    if {dtype, *(y.dtype for y in arrays if y is not None)} != {jnp.dtype(jnp.bfloat16)}:
         return None
     (o,), (gate, _), _, *rest = weights
     pair, following = (formula.mlp_norm, formula.next_norm), rest[0] if rest else ()
+    eps = lambda norms: tuple(None if norm is None else norm.eps for norm in norms)
+    one_plus = lambda norms: tuple(norm is not None and norm.one_plus for norm in norms)
     sharing = (ranks, *(kv_ranks,) * (len(following) - 1))
     return choose(
         tokens, o.shape[1], o.shape[0] // ranks, gate.shape[1] // ranks,
         tuple(w.shape[1] // count for w, count in zip(following, sharing, strict=False)), processors, attention,
         ranks=ranks,
-        eps=tuple(norm.eps for norm in pair), one_plus=tuple(norm.one_plus for norm in pair),
+        eps=eps(pair), one_plus=one_plus(pair), after_eps=eps(formula.after), after_one_plus=one_plus(formula.after),
         activation=formula.activation, factors=formula.factors,
     )  # fmt: skip
 
@@ -79,7 +84,8 @@ def layer_tail(formula: TailFormula, config: LayerTailConfig, a, x, weights, sca
     """(x2 [T, hidden], rows [T, width of the next projections] or None, counters of the next launch).
 
     a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
-    without the last; scales: of the two norms. Its gradient is that of `in_steps`.
+    without the last; scales: of mlp_norm, next_norm and the norms `after`, None where there is no norm (the last two
+    may be left out). Its gradient is that of `in_steps`.
     """
     return launch(a, x, weights, scales, counters, config)[:3]
 
@@ -99,13 +105,15 @@ layer_tail.defvjp(_forward, _backward)
 def in_steps(a, x, weights, scales, formula: TailFormula) -> tuple:
     """(x2, rows or None) by one product after the other."""
     (o,), (gate, up), (down,), *rest = weights
+    norms = formula.mlp_norm, formula.next_norm, *formula.after
+    normed = lambda i, y: y if (norm := norms[i]) is None else norm({"scale": scales[i]}, y)
     of_attention, of_mlp = (jnp.asarray(factor, x.dtype) for factor in formula.factors)
-    x = x + of_attention * _product(a, o)
-    of_gate, of_up = products(formula.mlp_norm({"scale": scales[0]}, x), (gate, up), dtype=x.dtype)
-    x = x + of_mlp * _product(ACTIVATIONS[formula.activation](of_gate) * of_up, down)
+    x = x + of_attention * normed(2, _product(a, o))
+    of_gate, of_up = products(normed(0, x), (gate, up), dtype=x.dtype)
+    x = x + of_mlp * normed(3, _product(GATES[formula.activation](of_gate) * of_up, down))
     if not rest:
         return x, None
-    return x, jnp.concatenate(products(formula.next_norm({"scale": scales[1]}, x), rest[0], dtype=x.dtype), axis=1)
+    return x, jnp.concatenate(products(normed(1, x), rest[0], dtype=x.dtype), axis=1)
 
 
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:

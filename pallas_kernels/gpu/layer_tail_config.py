@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 from pallas_kernels.algebra.checks import Reasons
+from pallas_kernels.gpu.gates import ACTIVATIONS
 
 PIECE = 64  # weight columns of one product: the rows of wgmma
 BLOCK = 128  # of the inner dimension: one step of a CTA's loop
@@ -19,9 +20,6 @@ KV_HEADS = 64  # with a counter
 ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
 SHARES = 4  # of a token's columns, each added up by a CTA, at most
 SUMS = 160  # floats of a thread's accumulators, at most
-ACTIVATIONS = "silu", "gelu_tanh"  # of the gate
-GELU_TANH = -2.302208198144325, -0.1029432395800235
-"""A, B: GELU, approximated by tanh, is g / (1 + 2^(g (A + B g^2))), since (1 + tanh y) / 2 = 1 / (1 + exp(-2 y))."""
 PAIR = 3.0  # microseconds that a pair of CTAs must save: it exchanges sums, and takes a stage of the ring for them
 READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
 
@@ -144,8 +142,10 @@ class LayerTailConfig:
 
     rows: int  # T, tokens
     products: tuple[ChainProduct, ...]  # o, gate and up, down, and the next layer's q, k and v if there is one
-    eps: tuple[float, float] = (1e-5, 1e-5)  # of the MLP's norm and the next layer's
+    eps: tuple[float | None, float | None] = (1e-5, 1e-5)  # of the MLP's norm and the next layer's; None: no norm
     one_plus: tuple[bool, bool] = (False, False)
+    after_eps: tuple[float | None, float | None] = (None, None)  # of norms of what o and down give; None: no norm
+    after_one_plus: tuple[bool, bool] = (False, False)
     activation: str = "silu"  # of the gate
     factors: tuple[float, float] = (1.0, 1.0)  # of the sums that are added to the residual: of o, and of down
     ctas: int = 132
@@ -186,7 +186,9 @@ class LayerTailConfig:
 
     @property
     def shares(self) -> int:
-        """CTAs that add up a token's columns."""
+        """CTAs that add up a token's columns. One that normalises them before they are added needs them all."""
+        if self.after_eps != (None, None):
+            return 1
         return max(s for s in (1, 2, 4) if s * self.rows <= self.ctas and self.hidden % (s * BLOCK) == 0)
 
     @property
@@ -221,6 +223,7 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
     if c.attention is not None:
         a, inner = c.attention, c.products[0].inner
         refuse(c.ranks > 1, f"attention with {c.ranks} ranks")
+        refuse(None in c.eps or c.after_eps != (None, None), "attention of a layer with other norms than before both")
         refuse(c.rows > ATTENDING_ROWS, f"attention of {c.rows} rows: wanted at most {ATTENDING_ROWS}")
         refuse(a.head_dim not in (64, 128), f"attention with heads of {a.head_dim}: wanted 64 or 128")
         refuse(a.heads % a.kv_heads != 0 or a.kv_heads > KV_HEADS, f"{a.heads} heads over {a.kv_heads} kv heads")

@@ -19,7 +19,8 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu.layer_tail_config import GELU_TANH, PIECE, THREADS, LayerTailConfig
+from pallas_kernels.gpu.gates import GELU_TANH
+from pallas_kernels.gpu.layer_tail_config import PIECE, THREADS, LayerTailConfig
 from pallas_kernels.gpu.ptx_sm90 import of_peer
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -46,13 +47,15 @@ def initial(cfg: LayerTailConfig) -> str:
 def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
     """h = activation(gate) * up of this CTA's columns.
 
-    gate, up: f32 (64 columns, T8 tokens) of its half of the inner dimension; `factors` multiply those of both halves.
+    gate, up: f32 (64 columns, T8 tokens) of its half of the inner dimension; `factors` multiply those of both halves;
+    None: 1.
     """
     given, width = (refs.h, refs.received, refs.barriers), cfg.products[1].widths[0]
-    types = (*(plgpu.RefType(),) * len(given), *(_WGMMA,) * 3, *(ptx.SCALAR,) * 2)
+    multiply = [] if factors is None else [factors]
+    types = (*(plgpu.RefType(),) * len(given), *(_WGMMA,) * 2, *(ptx.SCALAR,) * 2, *(_WGMMA,) * len(multiply))
 
     @plgpu.inline_mgpu(arg_types=types)
-    def exchange(ctx, h, received, barriers, gate, up, factors, first_column, half):
+    def exchange(ctx, h, received, barriers, gate, up, first_column, half, *factors):
         half, first_column = ptx.scalar_value(half), ptx.scalar_value(first_column)
         here = ptx.add(ptx.pointer(received, 3), ptx.mul(ptx.thread_index(), _FOUR))
         barrier = ptx.add(ptx.pointer(barriers, 3), ptx.i32(8 * cfg.ring_barriers))
@@ -68,18 +71,20 @@ def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
         place = arith.addi(arith.muli(ptx.to_i64(g), ptx.i64(width)), ptx.to_i64(column))
         base = arith.addi(ptx.pointer(h, 0), arith.muli(place, ptx.i64(2)))
         scales = {
-            token: pair for (_, token), pair in zip(rows.pair_places(factors), factors.registers.flat, strict=True)
+            token: pair for f in factors for (_, token), pair in zip(rows.pair_places(f), f.registers.flat, strict=True)
         }
         for i, (token, four) in enumerate(own.items()):
             text = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
             came = ptx.asm_values(text, "=f,=f,=f,=f,r", 4, ptx.add(here, ptx.i32(i * THREADS * _FOUR)))
-            scale = [rows.pair_element(scales[token], k) for k in (0, 1, 0, 1)]
-            sums = [arith.mulf(arith.addf(a, b), s) for a, b, s in zip(four, came, scale, strict=True)]
+            sums = [arith.addf(a, b) for a, b in zip(four, came, strict=True)]
+            if factors:
+                scale = [rows.pair_element(scales[token], k) for k in (0, 1, 0, 1)]
+                sums = [arith.mulf(y, s) for y, s in zip(sums, scale, strict=True)]
             word = ptx.pack_16bit(*(_gated(cfg, *sums[k::2]) for k in range(2)), "bfloat16")
             word = ptx.transpose_8x8(word)  # a column of two tokens -> two columns of a token
             ptx.asm(f"st.global.b32 [$0+{2 * token * width}], $1;", "l,r", base, word)
 
-    exchange(*given, gate, up, factors, first_column, lax.axis_index("half"))
+    exchange(*given, gate, up, first_column, lax.axis_index("half"), *multiply)
 
 
 def _by_half(gate, up, half):

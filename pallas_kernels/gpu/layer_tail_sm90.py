@@ -2,6 +2,8 @@
 
     x1 = x + a o;   h = act(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = n2 [q k v], n2 = norm(x2)
 
+Some layers have other norms: of a o and of h down (config.after_eps), none before the MLP and the projections.
+
 Every product takes as long as the memory takes to read its weights. Between two launches the memory is idle until the
 first weights arrive. Here one warpgroup loads the weights of all products, one after the other and as far ahead as
 there is shared memory, while the others still wait for a product's tokens:
@@ -42,7 +44,8 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu import tail_sums_sm90 as tail_sums
 from pallas_kernels.gpu.branch import when
-from pallas_kernels.gpu.layer_tail_config import BLOCK, GELU_TANH, PIECE, SHARES, THREADS, LayerTailConfig, supports
+from pallas_kernels.gpu.gates import gated
+from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, SHARES, THREADS, LayerTailConfig, supports
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
 from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed, plus
 
@@ -57,7 +60,8 @@ class _Refs:
     a: object  # GMEM [T, inner of o], or [T8, ..]; None with config.attention
     x: object  # GMEM [T, W]
     weights: tuple  # for each product, GMEM [inner, width] of each weight
-    norms: tuple  # GMEM [W] each
+    norms: tuple  # GMEM [W] each, or None: scales of the norms before the MLP and before the next projections
+    norms_after: tuple  # GMEM [W] each, or None: of the norms of what o and down give
     counters: object  # GMEM i32[arrivals.WORDS], zero: arrivals
     cleared: object  # GMEM i32[arrivals.WORDS]: set to zero, for the next launch
     x1: object  # GMEM [T8, W]
@@ -96,8 +100,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch, pools).
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
-    before the MLP and before the next projections; counters: two i32[arrivals.WORDS], of which the first is zero, and
-    with several ranks the arrays of layer_tail_ranks_sm90.exchange.
+    before the MLP, before the next projections, of what o gives and of what down gives, None where there is no norm
+    (the last two may be left out); counters: two i32[arrivals.WORDS], of which the first is zero, and with several ranks
+    the arrays of layer_tail_ranks_sm90.exchange.
 
     With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
     f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
@@ -108,6 +113,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
+    norms = (*norms, *(None,) * (4 - len(norms)))
+    if [scale is not None for scale in norms] != [eps is not None for eps in (*c.eps, *c.after_eps)]:
+        raise ValueError(f"scales of {norms=} must be those of the norms of {c.eps=} and {c.after_eps=}")
     if c.rows > 8 and c.rows % 8 and c.attention is None:
         a = jnp.pad(a, ((0, c.rows8 - c.rows), (0, 0)))  # TMA takes whole groups of 8 rows; past the end it gives 0
     has_next = len(c.products) == 4
@@ -128,8 +136,9 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
 
     def layer_tail(*refs):  # the kernel's name in a profile
         take = iter(refs)
-        some = lambda arrays: tuple(next(take) for _ in arrays)
-        given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights), norms=some(norms))
+        some = lambda arrays: tuple(None if array is None else next(take) for array in arrays)
+        given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights))
+        given |= dict(norms=some(norms[:2]), norms_after=some(norms[2:]))
         given |= dict(counters=next(take), cleared=next(take), exchange=some(shared))
         if attends:
             given |= dict(rows=given["a"], a=None, row_squares=next(take) if c.attention.sums else None)
@@ -137,7 +146,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
             vectors += ("q_norm", "k_norm") * (c.attention.norm_eps is not None)
             given |= {n: next(take) for n in ("cos", "sin", "block_table", "plan", *vectors, "k_pool", "v_pool")}
         given |= dict(x1=next(take), x2=next(take), n1=next(take), n2=next(take), h=next(take))
-        given |= dict(squares=some(norms), parts=some(summed))
+        given |= dict(squares=some(range(2)), parts=some(summed))
         given |= dict(out=next(take) if gives_rows else None)
         _kernel(c, _Refs(**given, **({n: next(take) for n in ("parts_of_heads", "part_stats")} if attends else {})))
 
@@ -145,7 +154,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     a, *squares = a if isinstance(a, tuple) else (a,)
-    results = call(a, x, *flat, *norms, used, cleared, *shared, *squares, *keys[:-2], *pools)
+    scales = [scale for scale in norms if scale is not None]
+    results = call(a, x, *flat, *scales, used, cleared, *shared, *squares, *keys[:-2], *pools)
     rows_out = results[-3 if attends else -1] if has_next else None
     if c.gives_sums:
         rows_out = rows_out, results[6]
@@ -339,7 +349,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
             elif p.gated:
                 half = p.pieces // 2
                 for j in range(half):
-                    y = _gated(cfg, accs[j] * factors, accs[half + j] * factors)
+                    pair = accs[j], accs[half + j]
+                    y = gated(cfg.activation, *(pair if factors is None else (acc * factors for acc in pair)))
                     _store_columns(cfg, refs.h, y, jnp.int32(0), (strip * half + j) * PIECE)
             else:
                 for j, acc in enumerate(accs):
@@ -366,16 +377,9 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
     _each(cfg, run)
 
 
-def _gated(cfg: LayerTailConfig, gate, up):
-    """activation(gate) * up"""
-    if cfg.activation == "silu":
-        return gate / (1.0 + jnp.exp(-gate)) * up
-    a, b = GELU_TANH
-    return gate / (1.0 + jnp.exp2(gate * (a + b * (gate * gate)))) * up
-
-
 def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
-    """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension; the factors of `gated`."""
+    """f32 (64, T8) of each piece of this CTA's strip, over its share of the inner dimension; of the gated product, the
+    tokens' factors, if a norm comes before."""
     w_ring, x_ring = _rings(cfg)
 
     def several(turn, accs):
@@ -401,11 +405,11 @@ def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
 
     zeros = lambda: plgpu.layout_cast(jnp.zeros((PIECE, cfg.rows8), jnp.float32), _WGMMA)
     accs = tuple(zeros() for _ in range(p.pieces))
-    if not p.gated:
+    if not p.gated or cfg.eps[0] is None:
         return lax.fori_loop(0, p.blocks // p.together, several, accs), None
     accs = lax.fori_loop(0, p.blocks - 1, several, accs)
     x_ring.wait(refs.barriers, x_before + p.blocks - 1, FULL)  # all sums of squares have been stored
-    factors = _token_factors(cfg, refs.squares[0], 0)
+    factors = _token_factors(cfg, refs.squares[0], cfg.eps[0])
     return several(jnp.int32(p.blocks - 1), accs), factors
 
 
@@ -434,7 +438,7 @@ def _store_columns(cfg: LayerTailConfig, target, acc, first_row, first_column):
     store(target, acc, first_row, first_column)
 
 
-def _token_factors(cfg: LayerTailConfig, squares, norm: int):
+def _token_factors(cfg: LayerTailConfig, squares, eps: float):
     """f32 (64, T8), the same in each row: 1 / sqrt(mean of the token's squares + eps)."""
     shape = (PIECE, cfg.rows8)
 
@@ -447,7 +451,7 @@ def _token_factors(cfg: LayerTailConfig, squares, norm: int):
             for k in range(2):
                 if token + k not in known:
                     place = arith.addi(base, ptx.i64((token + k) * SHARES * 4))
-                    known[token + k] = norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[norm])
+                    known[token + k] = norm_factor(place, cfg.hidden, cfg.shares, eps)
                 values.append(known[token + k])
         rows.fill(fragment, lambda i: values[2 * i : 2 * i + 2])
         return fragment
@@ -456,38 +460,39 @@ def _token_factors(cfg: LayerTailConfig, squares, norm: int):
 
 
 def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number):
-    """A share of a token's columns: x += factor * sums of product i; x times the norm's scale; the squares of x."""
+    """A share of a token's columns: x += factor * sums of product i, which a norm may have changed; x times the scale
+    of the norm that follows; the squares of x."""
     p, norm = cfg.products[i], i // 2
     old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
-    given = refs.counters, refs.scratch, parts, old, refs.norms[norm], new, scaled, refs.squares[norm]
-    types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(refs.exchange))
+    given = refs.counters, refs.scratch, parts, old, new, scaled, refs.squares[norm]
+    scales = [scale for scale in (refs.norms[norm], refs.norms_after[norm]) if scale is not None]
+    rest = *scales, *refs.exchange
+    types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(rest))
 
     @plgpu.inline_mgpu(arg_types=types)
-    def add_up(ctx, counters, scratch, parts, old, scale, new, scaled, squares, row, number, cta, *exchange):
+    def add_up(ctx, counters, scratch, parts, old, new, scaled, squares, row, number, cta, *rest):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
-        before, scales = share.words(old), share.words(scale, ptx.i32(0))  # on the way while this thread waits
+        before = share.words(old)  # on the way while this thread waits
+        found = iter([share.words(scale, ptx.i32(0)) for scale in rest[: len(scales)]])
+        of_next = None if refs.norms[norm] is None else next(found)
+        of_sums, exchange = None if refs.norms_after[norm] is None else next(found), rest[len(scales) :]
         arrivals.one_thread_waits(cfg, i, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
         if cfg.ranks > 1:
             fours = ranks.sum_over_ranks(cfg, i, share, exchange, ptx.scalar_value(cta), fours)
+        if of_sums is not None:
+            _give_squares(scratch, 1, fours)
+            mean = arith.mulf(_taken_squares(scratch, 1), ptx.f32(1.0 / cfg.hidden))
+            factor = ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", arith.addf(mean, ptx.f32(cfg.after_eps[norm])))
+            fours = [[arith.mulf(y, factor) for y in four] for four in fours]
+            fours = _scaled(fours, of_sums, cfg.after_one_plus[norm])
+            fours = [floats(packed(four)) for four in fours]
         fours = [plus(floats(w), cfg.factors[norm], y) for w, y in zip(before, fours, strict=True)]
-        fours, total = share.store(new, fours), ptx.f32(0.0)
-        for value in (value for four in fours for value in four):
-            total = ptx.fma(value, value, total)
-        for distance in (16, 8, 4, 2, 1):
-            total = arith.addf(total, ptx.shuffle_xor(total, distance))
-        _, _, lane, warp = ptx.lane_position()
-        spot = ptx.add(ptx.pointer(scratch, 3), ptx.mul(warp, 4))
-        ptx.asm("{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", spot, total, lane)
-        scaled_fours = []
-        for four, words in zip(fours, scales, strict=True):
-            factors = [arith.addf(s, ptx.f32(1.0)) if cfg.one_plus[norm] else s for s in floats(words)]
-            scaled_fours.append([arith.mulf(a, b) for a, b in zip(four, factors, strict=True)])
-        share.store(scaled, scaled_fours)
-        ptx.asm(f"bar.sync 8, {THREADS};", "")
-        warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, ptx.pointer(scratch, 3))
-        total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
+        fours = share.store(new, fours)
+        _give_squares(scratch, 0, fours)
+        share.store(scaled, fours if of_next is None else _scaled(fours, of_next, cfg.one_plus[norm]))
+        total = _taken_squares(scratch, 0)
         place = arith.addi(
             ptx.pointer(squares, 0),
             arith.muli(ptx.to_i64(ptx.add(ptx.mul(share.row, SHARES), share.number)), ptx.i64(4)),
@@ -495,7 +500,37 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         text = "{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.global.f32 [$0], $1; }"
         ptx.asm(text, "l,f,r", place, total, ptx.thread_index())
 
-    add_up(*given, row, number, pairs.number(cfg), *refs.exchange)
+    add_up(*given, row, number, pairs.number(cfg), *rest)
+
+
+def _scaled(fours, scales, one_plus: bool) -> list:
+    """The numbers of each four times their scales, two words of bf16."""
+    of_words = lambda words: [arith.addf(s, ptx.f32(1.0)) if one_plus else s for s in floats(words)]
+    return [
+        [arith.mulf(a, b) for a, b in zip(four, of_words(words), strict=True)]
+        for four, words in zip(fours, scales, strict=True)
+    ]
+
+
+def _give_squares(scratch, place: int, fours) -> None:
+    """The warp's sum of squares to the scratch, where the CTA has room for two sums of its four warps."""
+    total = ptx.f32(0.0)
+    for value in (value for four in fours for value in four):
+        total = ptx.fma(value, value, total)
+    for distance in (16, 8, 4, 2, 1):
+        total = arith.addf(total, ptx.shuffle_xor(total, distance))
+    _, _, lane, warp = ptx.lane_position()
+    spot = ptx.add(ptx.pointer(scratch, 3), ptx.mul(warp, 4))
+    text = f"{{ .reg .pred p; setp.eq.u32 p, $2, 0; @p st.shared.f32 [$0+{16 * place}], $1; }}"
+    ptx.asm(text, "r,f,r", spot, total, lane)
+
+
+def _taken_squares(scratch, place: int):
+    """The sum over the warps, once all have given theirs."""
+    ptx.asm(f"bar.sync 8, {THREADS};", "")
+    text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{16 * place}];"
+    warps = ptx.asm_values(text, "=f,=f,=f,=f,r", 4, ptx.pointer(scratch, 3))
+    return arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
 
 
 def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
@@ -507,8 +542,8 @@ def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
         arrivals.one_thread_waits(cfg, 3, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
-        factor = norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[1])
+        factor = None if cfg.eps[1] is None else norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[1])
         fours = share.sums(parts, p.splits, cfg.rows8)
-        share.store(out, [[arith.mulf(y, factor) for y in four] for four in fours])
+        share.store(out, fours if factor is None else [[arith.mulf(y, factor) for y in four] for four in fours])
 
     add_up(refs.counters, parts, refs.squares[1], refs.out, row, number)

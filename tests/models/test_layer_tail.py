@@ -32,6 +32,12 @@ SERVED = {
     "qwen2": {},
     "gemma": {},
     "granite": dict(residual_multiplier=0.22, attention_multiplier=0.1, embedding_multiplier=3.0, logits_scaling=0.5),
+    "gemma2": dict(sliding_window=5, query_pre_attn_scalar=64, attn_logit_softcapping=20.0),
+    "gemma3_text": dict(sliding_window=5, query_pre_attn_scalar=64),
+    "olmo2": {},
+    "olmo3": dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
+    "glm4": dict(partial_rotary_factor=0.5),
+    "exaone4": dict(sliding_window=7, sliding_window_pattern=2),
     "glm": dict(partial_rotary_factor=0.5),
     "seed_oss": dict(attention_bias=True, attention_out_bias=False),
     "qwen3": dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
@@ -39,7 +45,8 @@ SERVED = {
     "ministral": dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
 }
 NAMES = ["llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen2", "qwen3", "ministral",
-         "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm", "gemma"]  # fmt: skip
+         "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm", "gemma", "gemma2", "olmo2",
+         "exaone4", "gemma3_text", "glm4"]  # fmt: skip
 
 
 def config_of(family: str, **changes) -> models.ModelConfig:
@@ -58,17 +65,20 @@ def formulas(launches, a, x, weights, scales, counters, config):
     rounded = lambda y: y.astype(jnp.bfloat16)
 
     def normed(y, which):
-        scale = f32(scales[which]) + config.one_plus[which]
-        return f32(y) / jnp.sqrt((f32(y) ** 2).mean(1, keepdims=True) + config.eps[which]) * scale[None]
+        eps = (*config.eps, *config.after_eps)[which]
+        if eps is None:
+            return f32(y)
+        scale = f32(scales[which]) + (*config.one_plus, *config.after_one_plus)[which]
+        return f32(y) / jnp.sqrt((f32(y) ** 2).mean(1, keepdims=True) + eps) * scale[None]
 
     (o,), (gate, up), (down,), *following = weights
-    x1 = rounded(f32(x) + config.factors[0] * (f32(a) @ f32(o)))
+    x1 = rounded(f32(x) + config.factors[0] * normed(f32(a) @ f32(o), 2))
     n1 = normed(x1, 0)
     g = n1 @ f32(gate)
     tanh = lambda g: g * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) / 2
     act = dict(silu=lambda g: g / (1 + jnp.exp(-g)), gelu_tanh=tanh)[config.activation]
     h = rounded(act(g) * (n1 @ f32(up)))
-    x2 = rounded(f32(x1) + config.factors[1] * (f32(h) @ f32(down)))
+    x2 = rounded(f32(x1) + config.factors[1] * normed(f32(h) @ f32(down), 3))
     x2 = jnp.where((counters[0] != 0).any(), jnp.nan, x2)
     rows = jnp.concatenate([rounded(normed(x2, 1) @ f32(w)) for w in following[0]], 1) if following else None
     return x2, rows, (jnp.zeros_like(counters[1]), counters[0] + 1)
@@ -156,7 +166,7 @@ OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))
 def test_only_plain_layers_are_taken(name, hopper):
-    """Not: other biases than of q, k and v, norms after a sublayer, experts, parallel or latent layers."""
+    """Not: other biases than of q, k and v, norms of a residual's sum, experts, parallel or latent layers."""
     keys = FAMILIES[name]
     sizes = dict(hidden_size=256, intermediate_size=512) if "kv_lora_rank" in keys else SIZES
     config = models.config_of(keys | {n: v for n, v in sizes.items() if n != "max_position_embeddings"})

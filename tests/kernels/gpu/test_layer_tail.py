@@ -42,12 +42,23 @@ SHAPES = {  # hidden, width of the heads, of the MLP, of the next layer's projec
     "Qwen3 4B": (2560, 4096, 9728, (4096, 1024, 1024)),
     "Qwen3 8B": (4096, 4096, 12288, (4096, 1024, 1024)),
     "Qwen3 14B": (5120, 5120, 17408, (5120, 1024, 1024)),
+    "Gemma 2 9B": (3584, 4096, 14336, (4096, 2048, 2048)),
+    "Gemma 2 9B, one of 4": (3584, 1024, 3584, (1024, 512, 512)),
+    "OLMo 2 7B": (4096, 4096, 11008, (4096, 4096, 4096)),
+    "OLMo 2 7B, one of 4": (4096, 1024, 2816, (1024, 1024, 1024)),
     "hidden 896": (896, 896, 4864, (896, 128, 128)),
     "hidden 576": (576, 576, 1536, (576, 192, 192)),
     "fused": (3072, 3072, 8192, (9216,)),
     "one kv head": (2048, 2048, 16384, (2048, 64, 64)),
     "the last layer": (2048, 2048, 8192, ()),
     "small": (256, 256, 512, (256, 64, 64)),
+}
+NORMS_AFTER = dict(after_eps=(1e-6, 1e-5), after_one_plus=(False, True))
+FIELDS = {  # of the config, beside the sizes
+    "Gemma 2 9B": NORMS_AFTER | dict(activation="gelu_tanh"),
+    "Gemma 2 9B, one of 4": NORMS_AFTER,
+    "OLMo 2 7B": NORMS_AFTER | dict(eps=(None, None)),
+    "OLMo 2 7B, one of 4": NORMS_AFTER | dict(eps=(None, None)),
 }
 NOT_SERVED = {"hidden 576"}  # not whole blocks of 128
 ROWS = (1, 2, 5, 8, 9, 16, 17, 31, 32, 33, 40, 57, 64)
@@ -61,9 +72,13 @@ def shared_bytes(c: LayerTailConfig) -> int:
     return sum(-(-size // 1024) * 1024 for size in (*arrays, 8 * (c.ring_barriers + c.in_pairs)))
 
 
+def choice(name: str, rows: int, ctas: int, **fields) -> LayerTailConfig | None:
+    return choose(rows, *SHAPES[name], ctas, **FIELDS.get(name, {}), **fields)
+
+
 def chosen(names=SHAPES, rows=ROWS, ctas=(78, 114, 132)):
     for name, t, count in itertools.product(names, rows, ctas):
-        config = choose(t, *SHAPES[name], count)
+        config = choice(name, t, count)
         if config is not None:
             yield name, config
 
@@ -189,6 +204,8 @@ def attending(name, attention, rows, live, keys, ctas):
         (dict(attention=attention_of(4, 2, 64), rows=8, ctas=15), "16 units of attention"),
         (dict(attention=attention_of(4, 2, 64)), ""),
         (dict(adds_directly=True), "wanted attention with sums"),
+        (dict(eps=(None, 1e-5)), "other norms"),
+        (dict(after_eps=(None, 1e-5)), "other norms"),
     ],
 )
 def test_attention_that_a_launch_cannot_compute_is_refused(changes, reason):
@@ -477,12 +494,13 @@ SIMULATED = [
     ("Llama 1B", 1, 132), ("Llama 1B", 33, 132), ("Llama 1B", 64, 114), ("Llama 8B", 8, 78), ("Llama 7B", 57, 132),
     ("Llama 70B, one of 8", 16, 114), ("Qwen3 0.6B", 32, 132), ("hidden 896", 5, 132), ("small", 57, 132),
     ("the last layer", 40, 132), ("Llama 8B, one of 4", 33, 132), ("Llama 8B, one of 8", 2, 114),
+    ("Gemma 2 9B", 1, 132), ("Gemma 2 9B, one of 4", 17, 132), ("OLMo 2 7B", 64, 114), ("OLMo 2 7B, one of 4", 3, 132),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "rows", "ctas"), SIMULATED)
 def test_a_launch_ends_and_reads_only_what_was_written(name, rows, ctas):
-    config = choose(rows, *SHAPES[name], ctas)
+    config = choice(name, rows, ctas)
     assert config is not None
     for seed, late in enumerate((0, ctas // 2, config.products[0].units - 1)):
         check_launch(config, late, seed)
@@ -542,11 +560,13 @@ def test_the_simulation_sees_more_blocks_together_than_stages():
     [("small", 1, None), ("small", 13, None), ("Llama 1B", 64, None), ("the last layer", 32, None),
      ("Llama 8B, one of 4", 1, None), ("Llama 8B, one of 4", 64, None), ("Llama 8B, one of 8", 24, None),
      ("Llama 1B", 4, attention_of(32, 8, 64)), ("the last layer", 5, attention_of(16, 4, 128, heads_first=False)),
-     ("hidden 896", 3, attention_of(14, 2, 64, has_bias=True))],
+     ("hidden 896", 3, attention_of(14, 2, 64, has_bias=True)), ("Gemma 2 9B", 64, None),
+     ("Gemma 2 9B, one of 4", 3, None), ("OLMo 2 7B", 1, None), ("OLMo 2 7B, one of 4", 33, None)],
 )  # fmt: skip
 def test_it_lowers_for_cuda(name, rows, attention):
     hidden, heads, wide, following = SHAPES[name]
-    config = choose(rows, hidden, heads, wide, following, 132, attention=attention)
+    config = choice(name, rows, 132, attention=attention)
+    assert config is not None
     shape = lambda *dims, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(dims, dtype)
     weights = ((shape(heads, hidden),), (shape(hidden, wide),) * 2, (shape(wide, hidden),))
     weights += (tuple(shape(hidden, width) for width in following),) if following else ()
@@ -558,7 +578,8 @@ def test_it_lowers_for_cuda(name, rows, attention):
         keys += tuple(shape(n * a.head_dim) for n in (a.heads, a.kv_heads, a.kv_heads) * a.has_bias)
         keys += (shape(a.blocks, *order, a.head_dim),) * 2
     a = shape(rows, heads if attention is None else attention.width)
-    args = a, shape(rows, hidden), weights, (shape(hidden),) * 2, counters, keys
+    norms = tuple(None if eps is None else shape(hidden) for eps in (*config.eps, *config.after_eps))
+    args = a, shape(rows, hidden), weights, norms, counters, keys
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     run = jax.jit(lambda *args: kernel.layer_tail(*args[:-1], config, args[-1]))
     export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*args)

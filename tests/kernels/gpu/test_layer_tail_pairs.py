@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from pallas_kernels.gpu import gates
 from pallas_kernels.gpu import layer_tail_pairs_sm90 as kernel
-from pallas_kernels.gpu import layer_tail_sm90 as layer_tail
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.layer_tail_config import THREADS, choose
 from tests.kernels.gpu.simt import Fragment, Machine, emulated
@@ -48,8 +48,11 @@ def exactly(activation: str, gate: np.ndarray) -> np.ndarray:
     return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
 
 
-@pytest.mark.parametrize(("tokens", "activation"), [(8, "silu"), (24, "silu"), (64, "silu"), (16, "gelu_tanh")])
-def test_a_pair_adds_up_both_halves_of_the_inner_dimension_and_stores_each_column_once(tokens, activation):
+@pytest.mark.parametrize(
+    ("tokens", "activation", "is_normed"),
+    [(8, "silu", True), (24, "silu", True), (64, "silu", False), (16, "gelu_tanh", True)],
+)
+def test_a_pair_adds_up_both_halves_of_the_inner_dimension_and_stores_each_column_once(tokens, activation, is_normed):
     config = choose(tokens, 4096, 1024, WIDTH, (), 132, activation=activation)
     assert config is not None and config.in_pairs
     machine, rng, first = Pair(tokens), np.random.default_rng(tokens), 192
@@ -62,8 +65,8 @@ def test_a_pair_adds_up_both_halves_of_the_inner_dimension_and_stores_each_colum
         emulated(kernel, machine), mock.patch.object(kernel, "of_peer", peer),
         mock.patch.object(kernel, "lax", types.SimpleNamespace(axis_index=lambda _: machine.half)),
     ):  # fmt: skip
-        kernel.store(config, refs, *map(fragment, (gate, up, factors)), column)
-    gate, up = (x.astype(np.float64).sum(axis=0) * factors[0] for x in (gate, up))
+        kernel.store(config, refs, *map(fragment, (gate, up)), fragment(factors) if is_normed else None, column)
+    gate, up = (x.astype(np.float64).sum(axis=0) * (factors[0] if is_normed else 1) for x in (gate, up))
     wanted = (exactly(activation, gate) * up).T
     found = machine.memory[2 * SHARED :].view(ml_dtypes.bfloat16).reshape(tokens, WIDTH).astype(np.float64)
     np.testing.assert_allclose(found[:, first : first + 64], wanted, rtol=2**-8, atol=1e-6)
@@ -85,5 +88,5 @@ def test_both_forms_of_the_gate_are_exact_to_float32(activation, size):
     machine = Machine(1024, 256)
     with emulated(kernel, machine), np.errstate(over="ignore"):
         ours = kernel._gated(config, gate, up)
-    for found in (ours, np.asarray(layer_tail._gated(config, jnp.asarray(gate), jnp.asarray(up)))):
+    for found in (ours, np.asarray(gates.gated(activation, jnp.asarray(gate), jnp.asarray(up)))):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-10)

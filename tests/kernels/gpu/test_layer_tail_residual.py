@@ -29,22 +29,31 @@ def alone(machine):
 @pytest.mark.parametrize("product", [0, 2])
 @pytest.mark.parametrize(
     ("hidden", "options"),
-    [(1024, {}), (896, dict(factors=(0.22, 1.5))), (2048, dict(factors=(1.5, 0.22), one_plus=(True, False)))],
+    [
+        (1024, {}),
+        (896, dict(factors=(0.22, 1.5))),
+        (2048, dict(factors=(1.5, 0.22), one_plus=(True, False))),
+        (1152, dict(after_eps=(1e-5, 0.3), after_one_plus=(True, False), one_plus=(False, True))),
+        (896, dict(eps=(None, None), after_eps=(1e-2, 1e-5), factors=(0.5, 1.0))),
+        (1024, dict(eps=(None, 1e-5), after_eps=(None, 1e-5))),
+    ],
 )
 def test_a_row_gets_its_sums_and_gives_the_norms_tokens_and_squares(product, hidden, options):
     rng, norm = np.random.default_rng(hidden + product), product // 2
     cfg = choose(5, hidden, 1024, 2048, (1024, 256, 256), 132, **options)
     assert cfg is not None
     splits = cfg.products[product].splits
-    old, scale = (rng.normal(size=shape).astype(BF16) for shape in ((8, hidden), hidden))
+    old, scale, after = (rng.normal(size=shape).astype(BF16) for shape in ((8, hidden), hidden, hidden))
     parts = rng.normal(size=(splits * 8, hidden)).astype(np.float32)
     empty = lambda *shape, dtype=BF16: np.full(shape, np.nan, dtype)
     memory = Memory(
-        256, old=old, scale=scale, parts=parts, new=empty(8, hidden), scaled=empty(8, hidden),
+        256, old=old, scale=scale, after=after, parts=parts, new=empty(8, hidden), scaled=empty(8, hidden),
         squares=empty(8, SHARES, dtype=np.float32),
     )  # fmt: skip
     refs = types.SimpleNamespace(
-        counters=0, scratch=SHARED, norms=(memory.scale,) * 2, squares=(memory.squares,) * 2, exchange=(),
+        counters=0, scratch=SHARED, exchange=(), squares=(memory.squares,) * 2,
+        norms=[None if eps is None else memory.scale for eps in cfg.eps],
+        norms_after=[None if eps is None else memory.after for eps in cfg.after_eps],
         x=memory.old, x1=memory.new if norm == 0 else memory.old, x2=memory.new, n1=memory.scaled, n2=memory.scaled,
     )  # fmt: skip
     with alone(memory.machine):
@@ -53,11 +62,14 @@ def test_a_row_gets_its_sums_and_gives_the_norms_tokens_and_squares(product, hid
             kernel._add_residual(cfg, product, refs, memory.parts, row, number)
     exact = lambda array: array.astype(np.float64)
     added = exact(exact(parts).reshape(splits, 8, hidden).sum(0)[ROW].astype(BF16))
+    if (eps := cfg.after_eps[norm]) is not None:
+        added *= (exact(after) + cfg.after_one_plus[norm]) / np.sqrt((added**2).mean() + eps)
+        added = exact(added.astype(BF16))
     new = exact(memory.seen("new"))
     wanted = exact(old)[ROW] + cfg.factors[norm] * added
     np.testing.assert_allclose(new[ROW], wanted, rtol=2**-8, atol=1e-3)
     np.testing.assert_allclose(exact(memory.seen("squares"))[ROW, : cfg.shares].sum(), (new[ROW] ** 2).sum(), rtol=1e-5)
-    tokens = new[ROW] * (exact(scale) + cfg.one_plus[norm])
+    tokens = new[ROW] * (1 if cfg.eps[norm] is None else exact(scale) + cfg.one_plus[norm])
     np.testing.assert_allclose(exact(memory.seen("scaled"))[ROW], tokens, rtol=2**-8, atol=1e-6)
     for name in ("new", "scaled", "squares"):
         assert np.isnan(np.delete(exact(memory.seen(name)), ROW, axis=0)).all()
