@@ -206,14 +206,14 @@ class MoE:
         kernel = lambda name: weights[name]["kernel"]
 
         def dot(name: str, x: jax.Array) -> jax.Array:
-            y = expert_product(x, kernel(name), rows.sizes, multiple)
+            y = expert_product(x, kernel(name), rows.sizes, multiple, rows.tiles)
             if not self.bias:
                 return y
             is_used = jnp.arange(y.shape[0]) < rows.sizes.sum()  # others may be NaN, and are derivatives of a bias too
             return jnp.where(is_used[:, None], y + weights[name]["bias"][rows.expert], 0)
 
         if self.activation == "silu" and self.clamp is None and not self.bias:
-            return dot("down", silu_expert_product(x, kernel("gate"), kernel("up"), rows.sizes, multiple))
+            return dot("down", silu_expert_product(x, kernel("gate"), kernel("up"), rows.sizes, multiple, rows.tiles))
         gate, up = dot("gate", x), dot("up", x)
         if self.clamp is None:
             return dot("down", activation(self.activation)(gate) * up)

@@ -1,11 +1,14 @@
 """ExpertRows: where the rows of each expert lie, together and padded."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jattn import device
+from jattn.ops.product import is_partitioned
+from pallas_kernels.gpu import expert_rows_sm80 as kernel
 
 BLOCK = 128  # choices that are compared with one another
 
@@ -20,10 +23,18 @@ class ExpertRows(NamedTuple):
     row: jax.Array  # i32[choices]: the row of each choice; the number of rows: its expert is not among these
     expert: jax.Array  # i32[rows]: the expert of the choice in each row; 0 in padding, whichever expert's
     sizes: jax.Array  # i32[experts]: rows of each expert, with padding
+    tiles: jax.Array | None = None  # i32[1 + rows / multiple, 3]: as of expert_product_sm90.py, if they are known
 
 
 def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
     """expert i32[choices]: the expert of each choice, from 0 to experts - 1; `experts`: of no expert here."""
+    if device.detect().generation == "sm_90" and not is_partitioned() and kernel.serves(expert.shape[0], experts):
+        return _by_kernel(expert, experts, multiple)
+    return arrange_in_steps(expert, experts, multiple)
+
+
+def arrange_in_steps(expert: jax.Array, experts: int, multiple: int) -> ExpertRows:
+    """The same by XLA."""
     count = expert.shape[0]
     rank, sizes = _ranks(expert, experts)
     padded = -(-sizes // multiple) * multiple
@@ -33,6 +44,14 @@ def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
     place = lambda value: jnp.zeros(rows, jnp.int32).at[row].set(value, mode="drop")
     found = ExpertRows(place(jnp.arange(count, dtype=jnp.int32)), row, place(expert), padded)
     return jax.lax.optimization_barrier(found)  # else XLA:GPU computes a row's place again for each of its columns
+
+
+def _by_kernel(expert: jax.Array, experts: int, multiple: int) -> ExpertRows:
+    """The same in one launch. Under vmap it is called once per element."""
+    rows = padded_count(expert.shape[0], experts, multiple)
+    launch = functools.partial(kernel.arrange, experts=experts, multiple=multiple, rows=rows)
+    *found, tiles = jax.custom_batching.sequential_vmap(lambda expert: launch(expert))(expert)
+    return ExpertRows(*found, tiles=tiles if multiple > 1 else None)
 
 
 @jax.custom_jvp

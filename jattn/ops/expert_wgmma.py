@@ -56,14 +56,14 @@ def tiles_of(sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
     return jnp.concatenate([jnp.full((1, 3), counts.sum(dtype=jnp.int32)), each])
 
 
-def product(x: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
+def product(x: jax.Array, matrices: tuple[jax.Array, ...], tiles: jax.Array, config: ExpertProductConfig) -> jax.Array:
     """[rows, width]: each row times its expert's matrix; of two matrices, silu(x gate) * (x up).
 
     Under vmap it is called once per element.
     """
 
     @jax.custom_batching.sequential_vmap
-    def each(x, matrices, sizes):
-        return kernels.expert_product(x, matrices, tiles_of(sizes, config), config)
+    def each(x, matrices, tiles):
+        return kernels.expert_product(x, matrices, tiles, config)
 
-    return each(x, matrices, sizes)
+    return each(x, matrices, tiles)

@@ -48,10 +48,13 @@ def row_multiple(choices: int, dtype: Any, kernels: Sequence[Kernel], share: flo
     return expert_wgmma.row_multiple(choices, jnp.dtype(dtype).name, [kernel.shape for kernel in kernels], share)
 
 
-def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int = 1) -> jax.Array:
+def expert_product(
+    x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None
+) -> jax.Array:
     """[N, out]: x [N, in], in the order of its rows' experts, times kernel [experts, in, out]; in the dtype of x.
 
     sizes i32[experts]: rows of each expert, all of them multiples of `multiple`. Rows beyond their sum are undefined.
+    tiles: as of ExpertRows; None: made from the sizes where they are needed.
     """
     _check_sizes(sizes, kernel)
     if not x.shape[0]:  # the others have no tile then
@@ -61,17 +64,19 @@ def expert_product(x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int
     if isinstance(kernel, QuantisedArray) and (config := _packed_config(x, kernel)) is not None:
         return _packed(x, kernel, sizes, config)
     if (config := expert_wgmma.config_of(x, [kernel], multiple)) is not None:
-        return _wgmma(x, (plain(kernel, x.dtype),), sizes, config)
+        return _wgmma(x, (plain(kernel, x.dtype),), sizes, tiles, config)
     return _dots(x, kernel, sizes)
 
 
-def silu_expert_product(x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1) -> jax.Array:
+def silu_expert_product(
+    x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None
+) -> jax.Array:
     """silu(x gate) * (x up). In one launch both products stay float32; else each is rounded to the dtype of x first."""
     _check_sizes(sizes, gate)
     if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
         if (config := expert_wgmma.config_of(x, [gate, up], multiple)) is not None:
-            return _wgmma(x, (gate, up), sizes, config)
-    of_gate, of_up = (expert_product(x, kernel, sizes, multiple) for kernel in (gate, up))
+            return _wgmma(x, (gate, up), sizes, tiles, config)
+    of_gate, of_up = (expert_product(x, kernel, sizes, multiple, tiles) for kernel in (gate, up))
     return jax.nn.silu(of_gate) * of_up
 
 
@@ -171,16 +176,18 @@ def _packed_jvp(config: Any, primals, tangents):
     return _packed(*primals, config), jax.jvp(_dots, primals, tangents)[1]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _wgmma(x: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array, config: Any) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _wgmma(
+    x: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array, tiles: jax.Array | None, config: Any
+) -> jax.Array:
     """The GPU kernel for matrices of 16 bits; of two, `silu_expert_product`. Its derivatives are those of `_dots`.
     Under vmap it is called once per element."""
-    return expert_wgmma.product(x, matrices, sizes, config)
+    return expert_wgmma.product(x, matrices, expert_wgmma.tiles_of(sizes, config) if tiles is None else tiles, config)
 
 
 @_wgmma.defjvp
 def _wgmma_jvp(config: Any, primals, tangents):
-    def in_steps(x, matrices, sizes):
+    def in_steps(x, matrices, sizes, _):
         products = [_dots(x, matrix, sizes) for matrix in matrices]
         return jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]
 

@@ -101,8 +101,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
     before the MLP, before the next projections, of what o gives and of what down gives, None where there is no norm
-    (the last two may be left out); counters: two i32[arrivals.WORDS], of which the first is zero, and with several ranks
-    the arrays of layer_tail_ranks_sm90.exchange.
+    (the last two may be left out); counters: two i32[arrivals.WORDS], of which the first is zero, and with several
+    ranks the arrays of layer_tail_ranks_sm90.exchange.
 
     With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
     f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares

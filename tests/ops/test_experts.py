@@ -11,6 +11,7 @@ import pytest
 from jattn.device import Chip
 from jattn.ops import expert_dots, experts
 from pallas_kernels.cpu.native import library
+from pallas_kernels.gpu import expert_rows_sm80
 from pallas_kernels.gpu.packed_product_config import PackedProductConfig
 from tests.ops.test_quantised import drawn, wide
 
@@ -269,6 +270,7 @@ def on_hopper(monkeypatch):
     """A Hopper GPU is found, and the launch is replaced by a formula; the list of its configs."""
     monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_90"))
     monkeypatch.setattr(experts.device, "processors", lambda: 132)
+    monkeypatch.setattr(expert_rows_sm80, "serves", lambda *_: False)
     seen = []
 
     def of_each_row(x, matrix, tiles, config):

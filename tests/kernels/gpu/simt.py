@@ -48,9 +48,10 @@ class Arith:
     subf = staticmethod(lambda a, b: a - b)
     addi = staticmethod(lambda a, b: a + _like(b, a))
     subi = staticmethod(lambda a, b: a - _like(b, a))
-    muli = mulf = staticmethod(lambda a, b: a * b)
-    divui = staticmethod(lambda a, b: a // b)
-    remui = staticmethod(lambda a, b: a % b)
+    mulf = staticmethod(lambda a, b: a * b)
+    muli = staticmethod(lambda a, b: a * _like(b, a))
+    divui = staticmethod(lambda a, b: a // _like(b, a))
+    remui = staticmethod(lambda a, b: a % _like(b, a))
     andi = staticmethod(lambda a, b: a & _like(b, a))
     ori = staticmethod(lambda a, b: a | _like(b, a))
     xori = staticmethod(lambda a, b: a ^ _like(b, a))
@@ -221,6 +222,9 @@ class Machine:
         if kind[0] in ("popc", "clz"):
             lengths = [f"{word:b}" if word else "" for word in x[0].view(np.uint32)]
             return [np.array([n.count("1") if kind[0] == "popc" else 32 - len(n) for n in lengths], np.int32)]
+        if kind[0] == "match":  # the bits of the lanes that have the same number
+            alike = x[0].reshape(-1, 32, 1) == x[0].reshape(-1, 1, 32)
+            return [(alike.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32).reshape(-1)]
         if kind[0] == "vote":  # the bits of the lanes in which p holds
             bits = flags["p"].reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
             return [np.repeat(bits.sum(axis=1).astype(np.uint32), 32)]

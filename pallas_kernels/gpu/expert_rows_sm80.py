@@ -1,0 +1,202 @@
+"""The rows of each expert together and padded, from the experts that few tokens chose: one CTA.
+
+XLA takes about ten launches for it, of which each waits for the one before: 15 us a layer.
+
+    1  a warp has 32 choices, a group; the lanes of one expert count each other
+    2  of each expert: the choices in the groups before each group, and its tiles
+    3  of each expert: the tiles of the experts before it
+    4  the row of each choice: those of the experts before, of the groups before, and of the lanes before
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu import control_sm80 as control
+from pallas_kernels.gpu import ptx_sm90 as ptx
+
+WARPGROUPS = 4
+WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
+GROUP = 32  # choices of a warp, in each turn
+MOST_COUNTS = 16384  # of an expert's choices in a group
+MOST_EXPERTS = 2048  # all of which each thread reads
+_STORE = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
+_STORE_SHARED = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0], $2; }"
+_LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, -1; @p ld.global.nc.b32 $0, [$1]; }"
+_LOAD_SHARED = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }"
+
+
+def serves(choices: int, experts: int) -> bool:
+    """Is there room in shared memory for the choices of each expert in each group?"""
+    return choices > 0 and experts <= MOST_EXPERTS and cdiv(choices, GROUP) * experts <= MOST_COUNTS
+
+
+@functools.partial(jax.jit, static_argnames=("experts", "multiple", "rows"))  # equal layers share one compiled kernel
+def arrange(expert: jax.Array, experts: int, multiple: int, rows: int) -> tuple[jax.Array, ...]:
+    """(choice i32[rows], row i32[choices], expert i32[rows], sizes i32[experts], tiles i32[1 + rows / multiple, 3]).
+
+    expert i32[choices]: from 0 to `experts`, which is none of them. The rows of an expert lie together, in the order of
+    the choices, padded to a multiple; then the next expert's. choice, expert: of each row; 0 in padding. row: of each
+    choice; `rows`: its expert is none of these. tiles: how many tiles of `multiple` rows are used; then of each its
+    expert, the expert's first tile and the number of its tiles; 0 of those that are not used.
+    """
+    choices, tiles = expert.shape[0], rows // multiple
+
+    def arrange_experts(*refs):  # the kernel's name in a profile
+        shared = [plgpu.SMEM((words,), jnp.int32) for words in shared_words(choices, experts)]
+        pl.run_scoped(functools.partial(_warpgroup, experts, multiple, refs), *shared, collective_axes="wg")
+
+    mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=WARPGROUPS, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    sizes = rows, choices, rows, experts, 3 * (1 + tiles)
+    out = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
+    *found, flat = pl.kernel(arrange_experts, out_type=out, mesh=mesh, compiler_params=params)(expert.astype(jnp.int32))
+    return *found, flat.reshape(1 + tiles, 3)
+
+
+def shared_words(choices: int, experts: int) -> tuple[int, ...]:
+    """The choices of each expert in each group, then in those before; the tiles of each expert, then those before."""
+    return cdiv(choices, GROUP) * experts, cdiv(experts, 4) * 4, experts
+
+
+def _warpgroup(experts: int, multiple: int, refs, *shared):
+    """One warpgroup of the CTA."""
+    sizes = tuple(ref.shape[0] for ref in refs)
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(refs) + len(shared)), ptx.SCALAR))
+    def find(ctx, *args):
+        gmem, smem, wg = args[: len(refs)], args[len(refs) : -1], ptx.scalar_value(args[-1])
+        thread = ptx.add(ptx.mul(wg, 128), ptx.thread_index())
+        _arrange(experts, multiple, sizes, [ptx.pointer(x, 0) for x in gmem], [ptx.pointer(x, 3) for x in smem], thread)
+
+    find(*refs, *shared, lax.axis_index("wg"))
+
+
+def _arrange(experts: int, multiple: int, sizes, gmem, smem, thread):
+    """One thread. gmem: the addresses of `expert` and the results, which have `sizes`; smem: those of shared_words."""
+    choices, rows, groups = sizes[0], sizes[1], cdiv(sizes[0], GROUP)
+    chosen, choice, row, expert, padded, tiles = gmem
+    counts, of_experts, first = smem
+    for target, size in ((choice, rows), (expert, rows), (tiles, sizes[5])):
+        _clear(target, size, thread, _place, _STORE)
+    for target, size in ((counts, groups * experts), (of_experts, cdiv(experts, 4) * 4)):
+        _clear(target, size, thread, _shared_place, _STORE_SHARED)
+    _barrier()
+    own = [_count_group(experts, choices, chosen, counts, thread, turn) for turn in range(cdiv(groups, WARPS))]
+    _barrier()
+    numbers = [ptx.add(thread, ptx.i32(i * THREADS)) for i in range(cdiv(experts, THREADS))]  # of the thread's experts
+    for number in numbers:
+        there = ptx.bool_to_i32(ptx.less(number, ptx.i32(experts)))
+        total = _counts_before(experts, groups, _shared_place(counts, number), there)
+        used = arith.divui(ptx.add(total, ptx.i32(multiple - 1)), ptx.i32(multiple))
+        ptx.asm(_STORE_SHARED, "r,r,r", _shared_place(of_experts, number), there, used)
+        ptx.asm(_STORE, "l,r,r", _place(padded, number), there, ptx.mul(used, multiple))
+    _barrier()
+    for number in numbers:
+        before, every = _tiles_before(experts, of_experts, number)
+        there = ptx.bool_to_i32(ptx.less(number, ptx.i32(experts)))
+        ptx.asm(_STORE_SHARED, "r,r,r", _shared_place(first, number), there, before)
+        is_first = ptx.bool_to_i32(ptx.equal(number, ptx.i32(0)))
+        for i in range(3):
+            ptx.asm(_STORE, "l,r,r", _place(tiles, ptx.i32(i)), is_first, every)
+    _barrier()
+    for each in own:
+        _store_choice(multiple, rows, each, (choice, row, expert, tiles), (counts, of_experts, first))
+
+
+def _clear(target, size: int, thread, place, text: str):
+    """Zeros to all words."""
+
+    def turn(i, carry):
+        number = ptx.add(ptx.mul(i, THREADS), thread)
+        there = ptx.bool_to_i32(ptx.less(number, ptx.i32(size)))
+        ptx.asm(text, f"{'l' if text is _STORE else 'r'},r,r", place(target, number), there, ptx.i32(0))
+        return carry
+
+    control.loop(ptx.i32(cdiv(size, THREADS)), ptx.i32(0), turn)
+
+
+def _count_group(experts: int, choices: int, chosen, counts, thread, turn: int) -> tuple:
+    """(number, is there such a choice, its expert, has it one of these, of the group: where its count is, lanes of its
+    expert before) of the thread's choice in a turn. Stores how often each expert has been chosen in the group."""
+    lane, group = arith.remui(thread, ptx.i32(32)), ptx.add(arith.divui(thread, ptx.i32(32)), ptx.i32(turn * WARPS))
+    number = ptx.add(ptx.mul(group, GROUP), lane)
+    there = ptx.bool_to_i32(ptx.less(number, ptx.i32(choices)))
+    expert = ptx.asm_value(_LOAD, "=&r,l,r", _place(chosen, number), there)
+    kept = ptx.bool_to_i32(ptx.less_unsigned(expert, ptx.i32(experts)))
+    alike = ptx.asm_value("match.any.sync.b32 $0, $1, -1;", "=r,r", expert)
+    ones = lambda word: ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
+    lower_lanes = arith.subi(arith.shli(ptx.i32(1), lane), ptx.i32(1))
+    before = ones(arith.andi(alike, lower_lanes))
+    at = _shared_place(counts, ptx.add(ptx.mul(group, experts), expert))
+    is_first = arith.andi(kept, ptx.bool_to_i32(ptx.equal(before, ptx.i32(0))))
+    ptx.asm(_STORE_SHARED, "r,r,r", at, is_first, ones(alike))
+    return number, there, expert, kept, at, before
+
+
+def _counts_before(experts: int, groups: int, at, there):
+    """The choices of the expert whose counts begin at `at`; each count is replaced by the sum of those before."""
+
+    def turn(i, total):
+        place = ptx.add(at, ptx.mul(i, 4 * experts))
+        count = ptx.asm_value(_LOAD_SHARED, "=&r,r,r", place, there)
+        ptx.asm(_STORE_SHARED, "r,r,r", place, there, total)
+        return ptx.add(total, count)
+
+    return control.loop(ptx.i32(groups), ptx.i32(0), turn)
+
+
+def _tiles_before(experts: int, of_experts, number) -> tuple:
+    """(tiles of the experts before this one, of all)"""
+
+    def turn(i, sums):
+        before, every = sums
+        text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+        four = ptx.asm_values(text, "=r,=r,=r,=r,r", 4, ptx.add(of_experts, ptx.mul(i, 16)))
+        for k, tiles in enumerate(four):
+            is_before = ptx.less(ptx.add(ptx.mul(i, 4), ptx.i32(k)), number)
+            before = ptx.add(before, arith.select(is_before, tiles, ptx.i32(0)))
+            every = ptx.add(every, tiles)
+        return before, every
+
+    return control.loop(ptx.i32(cdiv(experts, 4)), (ptx.i32(0), ptx.i32(0)), turn)
+
+
+def _store_choice(multiple: int, rows: int, own: tuple, gmem, smem):
+    """The row of a choice; what is in the row; and its tile, if it is the tile's first."""
+    number, there, expert, kept, at, in_group = own
+    choice, row, expert_of_row, tiles = gmem
+    _, of_experts, first = smem
+    load = lambda place: ptx.asm_value(_LOAD_SHARED, "=&r,r,r", place, kept)
+    of_expert = lambda ref: load(_shared_place(ref, expert))
+    rank, first_tile, count = ptx.add(load(at), in_group), of_expert(first), of_expert(of_experts)
+    found = ptx.add(ptx.mul(first_tile, multiple), rank)
+    found = arith.select(ptx.equal(kept, ptx.i32(1)), found, ptx.i32(rows))
+    ptx.asm(_STORE, "l,r,r", _place(row, number), there, found)
+    ptx.asm(_STORE, "l,r,r", _place(choice, found), kept, number)
+    ptx.asm(_STORE, "l,r,r", _place(expert_of_row, found), kept, expert)
+    tile = arith.divui(rank, ptx.i32(multiple))
+    starts = arith.andi(kept, ptx.bool_to_i32(ptx.equal(ptx.mul(tile, multiple), rank)))
+    line = ptx.mul(ptx.add(first_tile, tile, ptx.i32(1)), 3)
+    for i, value in enumerate((expert, first_tile, count)):
+        ptx.asm(_STORE, "l,r,r", _place(tiles, ptx.add(line, ptx.i32(i))), starts, value)
+
+
+def _place(ref, number):
+    """The address of a word in GMEM."""
+    return arith.addi(ref, ptx.to_i64(ptx.mul(number, 4)))
+
+
+def _shared_place(ref, number):
+    """The address of a word in SMEM."""
+    return ptx.add(ref, ptx.mul(number, 4))
+
+
+def _barrier():
+    ptx.asm("bar.sync 0;", "")
