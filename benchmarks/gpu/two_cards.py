@@ -72,6 +72,8 @@ def tail(args: argparse.Namespace) -> list[dict]:
     config = op.config_of(ROWS, a.dtype, *layers[0], single.FORMULA, ranks=ranks, kv_ranks=ranks)
     rows = []
 
+    product = lambda y, w: op._products(y, (w,), ())[0]
+
     def chain(by_launch: bool, a, x, layers):
         found, counters = [], op.new_counters(config if by_launch else None)
         for weights, scales in layers:
@@ -79,12 +81,12 @@ def tail(args: argparse.Namespace) -> list[dict]:
                 x, rows, counters = op.layer_tail(single.FORMULA, config, a, x, weights, scales, counters)
             else:
                 (o,), (gate, up), (down,), following = weights
-                summed = lambda y, w: jax.lax.psum(op._product(y, w), "x")
+                summed = lambda y, w: jax.lax.psum(product(y, w), "x")
                 x = x + summed(a, o)
                 n = single.FORMULA.mlp_norm({"scale": scales[0]}, x)
-                x = x + summed(jax.nn.silu(op._product(n, gate)) * op._product(n, up), down)
+                x = x + summed(jax.nn.silu(product(n, gate)) * product(n, up), down)
                 n = single.FORMULA.next_norm({"scale": scales[1]}, x)
-                rows = jnp.concatenate([op._product(n, w) for w in following], axis=1)
+                rows = jnp.concatenate([product(n, w) for w in following], axis=1)
             widths = np.cumsum([w.shape[1] for w in weights[3]])[:-1]
             found.append((x, *jnp.split(rows, widths, axis=1)))
             a = jnp.tile(rows, (1, 2))[:, : a.shape[1]]

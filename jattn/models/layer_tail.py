@@ -23,7 +23,7 @@ from jattn.models.sharded_products import REPLICATED
 from jattn.models.tail_attention import attending
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
-from jattn.nn.attention_layer import attend_projected, by_heads, projections, rows_apart
+from jattn.nn.attention_layer import attend_projected, by_heads, linears, projections, rows_apart
 from jattn.ops.product import products
 from jattn.ops.quantised import is_quantised
 from pallas_kernels.gpu.layer_tail_config import MAX_ROWS, SHARES, LayerTailConfig
@@ -42,10 +42,10 @@ def configs_of(
     configs = []
     for i in range(len(config.layers)):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        ranks: dict[str, Any] = {}
+        more: dict[str, Any] = dict(biases=_biases_of(params["layers"], config.layers, i))
         if model_mesh is not None:
-            ranks = dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
-        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _formula(config.layers, i), **ranks))
+            more |= dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _formula(config.layers, i), **more))
     return None if None in configs else configs
 
 
@@ -61,17 +61,15 @@ def _next_kv_axes(config: ModelConfig, model_mesh: ModelMesh, i: int) -> tuple[s
 
 
 def _is_plain(layer: LayerConfig) -> bool:
-    """x + f norm(attention(norm(x))), then x + g norm(MLP(norm(x))), each norm an RMS norm or none, with a gated MLP;
-    biases of q, k and v only."""
+    """x + f norm(attention(norm(x))), then x + g norm(MLP(norm(x))), with a gated MLP, and each norm RMS or none."""
     attn, mlp = layer.self_attn, layer.mlp
     if not isinstance(attn, AttentionConfig) or not isinstance(mlp, MLP) or layer.cross_attn is not None:
         return False
-    has_bias = attn.out_bias or mlp.bias
     is_gated = mlp.gated and mlp.activation in KERNEL_GATES
     branches = (layer.kv_from, layer.laurel, layer.experts, layer.layer_input, layer.altup)
     is_usual = not any(branch is not None for branch in branches) and not layer.output_scale and not layer.parallel
     has_qkv = projections(attn) in (("qkv",), ("q", "k", "v"))
-    is_plain = is_gated and not has_bias and not mlp.sparsity and is_usual and has_qkv
+    is_plain = is_gated and not mlp.sparsity and is_usual and has_qkv
     return is_plain and all(map(_has_rms_norms, (layer.attn_norms, layer.mlp_norms)))
 
 
@@ -106,6 +104,16 @@ def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -
     return (*groups, kernels(*(following["attn"][name] for name in names))), scales
 
 
+def _biases_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, ...]:
+    """(biases of each product of layer i's tail)"""
+    biases = lambda own, *names: tuple(own[name]["bias"] for name in names if "bias" in own[name])
+    attn, mlp = params[i]["attn"], params[i]["mlp"]
+    groups = biases(attn, "o"), biases(mlp, "gate", "up"), biases(mlp, "down")
+    if i + 1 == len(layers):
+        return groups
+    return *groups, biases(params[i + 1]["attn"], *projections(_attention_config(layers[i + 1])))
+
+
 def forward(
     config: ModelConfig, params: dict[str, Any], x: jax.Array, configs: list[LayerTailConfig], attention_of: Callable,
     model_mesh: ModelMesh | None = None,
@@ -115,7 +123,9 @@ def forward(
     attns, arguments = zip(*((attn, args) for attn, *args in map(attention_of, range(len(layers)))), strict=True)
     if model_mesh is not None:
         step = _Step(layers, attns, tuple(configs), ())
-        on_ranks = lambda launch, i: _on_ranks(launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i])
+        on_ranks = lambda launch, i, biases: _on_ranks(
+            launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i], biases
+        )
         return _apart(step, weights, x, arguments, on_ranks, _counters_on_ranks(model_mesh, configs[0]))
     own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_formula, layers))
     step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
@@ -150,8 +160,9 @@ def _apart(
         caches.append(cache)
         kernels, scales = _weights_of(weights, step.layers, i)
         launch: Any = functools.partial(op.layer_tail, _formula(step.layers, i), config)
-        launch = launch if on_ranks is None else on_ranks(launch, i)
-        after: Any = launch(a, x, kernels, scales, counters)
+        biases = _biases_of(weights, step.layers, i)
+        launch = launch if on_ranks is None else on_ranks(launch, i, biases)
+        after: Any = launch(a, x, kernels, scales, counters, biases)
         x, rows, counters = after
     return caches, x
 
@@ -174,7 +185,8 @@ def _together(step: _Step, weights: Sequence[dict], x: jax.Array, arguments: Seq
         table, (plan, vectors) = jnp.asarray(m.block_table, jnp.int32), (each[i] for each in own)
         keys = angles.cos, angles.sin, table, plan, *vectors, cache.k, cache.v
         kernels, scales = _weights_of(weights, step.layers, i)
-        x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, step.attending[i], keys)
+        biases = *_biases_of(weights, step.layers, i)[:3], ()  # the next launch adds those of q, k and v
+        x, rows, counters, (k, v) = op.launch(rows, x, kernels, scales, counters, step.attending[i], keys, biases)
         caches.append(dataclasses.replace(cache, k=k, v=v))
     return caches, x
 
@@ -197,13 +209,13 @@ _together.defvjp(_together_forward, _together_backward)
 
 
 def _first_sums(step: _Step, weights: dict, x: jax.Array) -> Any:
-    """The projections of the first layer as the launches give those of the others."""
+    """The projections of the first layer, without biases, as the launches give those of the others."""
     config, norm = step.attending[0], step.layers[0].attn_norms.before
     assert norm is not None and config.attention is not None
-    if not config.attention.sums:
-        return jnp.concatenate(_first_rows(step.layers[0], weights, x), axis=1)
-    y, scale = x.astype(jnp.float32), weights["attn_norm"]["scale"].astype(jnp.float32) + norm.one_plus
     kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_config(step.layers[0]))]
+    if not config.attention.sums:
+        return jnp.concatenate(products(norm(weights["attn_norm"], x), kernels, dtype=x.dtype), axis=1)
+    y, scale = x.astype(jnp.float32), weights["attn_norm"]["scale"].astype(jnp.float32) + norm.one_plus
     sums = jnp.concatenate(products((y * scale[None]).astype(x.dtype), kernels, dtype=jnp.float32), axis=1)
     squares = jnp.sum(y**2, axis=1, keepdims=True)
     missing, height = config.rows8 - config.rows, config.attention.sums * config.rows8
@@ -211,7 +223,9 @@ def _first_sums(step: _Step, weights: dict, x: jax.Array) -> Any:
     return pad(sums, height - config.rows, 0), pad(squares, missing, SHARES - 1)
 
 
-def _on_ranks(launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...], config: LayerTailConfig) -> Callable:
+def _on_ranks(
+    launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...], config: LayerTailConfig, biases: tuple
+) -> Callable:
     """The launch on each rank, with global arrays; it returns q, k and v of the next layer apart."""
     columns, inputs, kv_columns = (PartitionSpec(None, model_mesh.axes), PartitionSpec(model_mesh.axes),
                                    PartitionSpec(None, kv_axes))  # fmt: skip
@@ -219,14 +233,17 @@ def _on_ranks(launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...],
     has_next = len(config.products) == 4
     following = (columns, kv_columns, kv_columns) if has_next else ()
     places = ((inputs,), (columns, columns), (inputs,), *((following,) if has_next else ()))
+    kv = PartitionSpec(kv_axes)
+    # The biases of o and down are added to the sums of all ranks.
+    of_biases = REPLICATED, inputs, REPLICATED, *((inputs, kv, kv) if group else () for group in biases[3:])
 
-    def on_rank(a, x, kernels, scales, counters):
-        x, rows, counters = launch(a, x, kernels, scales, counters)
+    def on_rank(a, x, kernels, scales, counters, biases):
+        x, rows, counters = launch(a, x, kernels, scales, counters, biases)
         edges = list(itertools.accumulate(last.widths))[:-1]
         return x, tuple(jnp.split(rows, edges, axis=1)) if has_next else (), counters
 
     return jax.shard_map(
-        on_rank, mesh=model_mesh.inner_mesh, in_specs=(columns, REPLICATED, places, REPLICATED, REPLICATED),
+        on_rank, mesh=model_mesh.inner_mesh, in_specs=(columns, REPLICATED, places, REPLICATED, REPLICATED, of_biases),
         out_specs=(REPLICATED, following, REPLICATED), axis_names=set(model_mesh.axes), check_vma=False,
     )  # fmt: skip
 
@@ -234,8 +251,7 @@ def _on_ranks(launch: Callable, model_mesh: ModelMesh, kv_axes: tuple[str, ...],
 def _first_rows(layer: LayerConfig, weights: dict, x: jax.Array) -> tuple[jax.Array, ...]:
     """The projections of the first layer, [T, width] each."""
     y = normed(layer.attn_norms.before, weights, "attn_norm", x)
-    kernels = [weights["attn"][name]["kernel"] for name in projections(_attention_config(layer))]
-    return products(y, kernels, dtype=y.dtype)
+    return linears([weights["attn"][name] for name in projections(_attention_config(layer))], y)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))  # layers with equal configs share one trace
@@ -243,19 +259,8 @@ def _attention(layer: LayerConfig, attn: Any, weights, rows, cache, plan, positi
     config = _attention_config(layer)
     attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
     at = dict(positions=positions, angles=angles)
-    rows = _with_biases(config, weights, rows)
     rows = rows if isinstance(rows, tuple) else rows_apart(config, rows)
     return attend_projected(config, weights, by_heads(config, rows), rows[0].dtype, attend, **at)
-
-
-def _with_biases(config: AttentionConfig, weights: dict, rows):
-    """The projections of q, k and v with their biases: [T, width of all] or, on ranks, [T, width] each."""
-    if not config.qkv_bias:
-        return rows
-    biases = [weights[name]["bias"].astype(jnp.float32)[None] for name in projections(config)]
-    if isinstance(rows, tuple):
-        return tuple((y + bias).astype(y.dtype) for y, bias in zip(rows, biases, strict=True))
-    return (rows + jnp.concatenate(biases, axis=1)).astype(rows.dtype)
 
 
 def _attention_config(layer: LayerConfig) -> AttentionConfig:

@@ -17,6 +17,7 @@ from jattn.backends.gpu_plan import PallasGpuMetadata
 from jattn.backends.pallas_gpu import PallasGpuBackend
 from jattn.backends.parallel import ContextParallel
 from jattn.models.config import LayerConfig
+from jattn.models.mlp import MLP
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import projections, rows_apart
@@ -59,7 +60,7 @@ def attending(
         if config is None:
             return None
         found.append(config)
-    if not _has_short_keys(found, arguments[0][1].common) or (TRIED_ONLY and not all(map(_is_tried, found))):
+    if not _has_short_keys(found, arguments[0][1].common) or (TRIED_ONLY and not all(map(_is_tried, found, layers))):
         return None
     if len(layers) > 1:
         splits = [config.products[-1].splits for config in found]
@@ -93,13 +94,15 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
     return dataclasses.replace(config, attention=attention, adds_directly=directly and len(config.products) == 4)
 
 
-def _is_tried(config: LayerTailConfig) -> bool:
-    """Heads of 64 without norm, bias and window, at most 4 to a kv head, tokens that a CTA merges in one turn, SiLU and
-    no factors of the residual."""
+def _is_tried(config: LayerTailConfig, layer: LayerConfig) -> bool:
+    """Heads of 64 without norm and window, at most 4 to a kv head, tokens that a CTA merges in one turn, SiLU, and
+    neither biases nor factors of the residual."""
     a = config.attention
     assert a is not None
     one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
-    is_plain = a.norm_eps is None and not a.has_bias and a.left < 0
+    assert isinstance(layer.self_attn, AttentionConfig) and isinstance(layer.mlp, MLP)
+    has_bias = a.has_bias or layer.self_attn.out_bias or layer.mlp.bias
+    is_plain = a.norm_eps is None and not has_bias and a.left < 0
     is_plain = is_plain and config.activation == "silu" and config.factors == (1.0, 1.0)
     return is_plain and a.head_dim == 64 and a.chunks == 1 and one_turn
 

@@ -2,7 +2,8 @@
 
 x1 = x + a o;   h = act(n1 gate) * (n1 up), n1 = norm(x1);   x2 = x1 + h down;   rows = norm(x2) [q k v]
 
-Both norms are optional, and a o and h down may be normalised and multiplied by a factor before they are added.
+Both norms are optional, each product may have biases, and a o and h down may be normalised and multiplied by a factor
+before they are added.
 """
 
 import dataclasses
@@ -53,8 +54,9 @@ def config_of(
     *,
     ranks: int = 1,
     kv_ranks: int = 1,
+    biases: tuple = (),
 ) -> LayerTailConfig | None:
-    """The launch for so many tokens and the weights of each product; None if the kernel cannot serve them.
+    """The launch for so many tokens and the weights and biases of each product; None if the kernel cannot serve them.
 
     attention: of the tokens, if the launch computes that too. ranks: devices that share the weights, of k and v
     `kv_ranks`. With several, it is a launch in shard_map on each.
@@ -62,7 +64,7 @@ def config_of(
     processors = device.processors()
     if device.detect().generation != "sm_90" or processors is None or (is_partitioned() and ranks == 1):
         return None
-    arrays = (*(w for group in weights for w in group), *scales)
+    arrays = (*(w for group in (*weights, *biases) for w in group), *scales)
     if {dtype, *(y.dtype for y in arrays if y is not None)} != {jnp.dtype(jnp.bfloat16)}:
         return None
     (o,), (gate, _), _, *rest = weights
@@ -80,41 +82,48 @@ def config_of(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def layer_tail(formula: TailFormula, config: LayerTailConfig, a, x, weights, scales, counters: Counters) -> Any:
+def layer_tail(
+    formula: TailFormula, config: LayerTailConfig, a, x, weights, scales, counters: Counters, biases=()
+) -> Any:
     """(x2 [T, hidden], rows [T, width of the next projections] or None, counters of the next launch).
 
     a [T, heads * dim]: the joined heads of attention; x [T, hidden]; weights: ((o,), (gate, up), (down,), (q, k, v)) or
     without the last; scales: of mlp_norm, next_norm and the norms `after`, None where there is no norm (the last two
-    may be left out). Its gradient is that of `in_steps`.
+    may be left out); biases: for each product () or the bias [width] of each weight, or () if there are none. Its
+    gradient is that of `in_steps`.
     """
-    return launch(a, x, weights, scales, counters, config)[:3]
+    return launch(a, x, weights, scales, counters, config, (), biases)[:3]
 
 
 def _backward(formula: TailFormula, config: LayerTailConfig, inputs, cotangent):
-    _, pull = jax.vjp(lambda a, x, weights, scales: in_steps(a, x, weights, scales, formula), *inputs)
-    return *pull(cotangent[:2]), None
+    _, pull = jax.vjp(lambda a, x, weights, scales, biases: in_steps(a, x, weights, scales, formula, biases), *inputs)
+    *of_inputs, of_biases = pull(cotangent[:2])
+    return *of_inputs, None, of_biases
 
 
-def _forward(formula: TailFormula, config: LayerTailConfig, a, x, weights, scales, counters: Counters):
-    return layer_tail(formula, config, a, x, weights, scales, counters), (a, x, weights, scales)
+def _forward(formula: TailFormula, config: LayerTailConfig, a, x, weights, scales, counters: Counters, biases):
+    return layer_tail(formula, config, a, x, weights, scales, counters, biases), (a, x, weights, scales, biases)
 
 
 layer_tail.defvjp(_forward, _backward)
 
 
-def in_steps(a, x, weights, scales, formula: TailFormula) -> tuple:
+def in_steps(a, x, weights, scales, formula: TailFormula, biases=()) -> tuple:
     """(x2, rows or None) by one product after the other."""
-    (o,), (gate, up), (down,), *rest = weights
+    (o, into, down, *rest), biases = weights, biases or ((),) * len(weights)
     norms = formula.mlp_norm, formula.next_norm, *formula.after
     normed = lambda i, y: y if (norm := norms[i]) is None else norm({"scale": scales[i]}, y)
     of_attention, of_mlp = (jnp.asarray(factor, x.dtype) for factor in formula.factors)
-    x = x + of_attention * normed(2, _product(a, o))
-    of_gate, of_up = products(normed(0, x), (gate, up), dtype=x.dtype)
-    x = x + of_mlp * normed(3, _product(GATES[formula.activation](of_gate) * of_up, down))
+    x = x + of_attention * normed(2, _products(a, o, biases[0])[0])
+    gate, up = _products(normed(0, x), into, biases[1])
+    x = x + of_mlp * normed(3, _products(GATES[formula.activation](gate) * up, down, biases[2])[0])
     if not rest:
         return x, None
-    return x, jnp.concatenate(products(normed(1, x), rest[0], dtype=x.dtype), axis=1)
+    return x, jnp.concatenate(_products(normed(1, x), rest[0], biases[3]), axis=1)
 
 
-def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return products(x, (kernel,), dtype=x.dtype)[0]
+def _products(x: jax.Array, kernels: tuple, biases: tuple) -> tuple[jax.Array, ...]:
+    if not biases:
+        return products(x, kernels, dtype=x.dtype)
+    rows = products(x, kernels, dtype=jnp.float32)
+    return tuple((y + bias[None]).astype(x.dtype) for y, bias in zip(rows, biases, strict=True))

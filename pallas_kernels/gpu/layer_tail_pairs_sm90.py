@@ -20,8 +20,10 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.gates import GELU_TANH
+from pallas_kernels.gpu.layer_tail_biases_sm90 import of_column
 from pallas_kernels.gpu.layer_tail_config import PIECE, THREADS, LayerTailConfig
 from pallas_kernels.gpu.ptx_sm90 import of_peer
+from pallas_kernels.gpu.token_share_sm90 import plus
 
 _WGMMA = plgpu.Layout.WGMMA
 _FOUR = 16  # bytes that a thread sends of two tokens: their sums of gate and of up
@@ -50,12 +52,13 @@ def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
     gate, up: f32 (64 columns, T8 tokens) of its half of the inner dimension; `factors` multiply those of both halves;
     None: 1.
     """
-    given, width = (refs.h, refs.received, refs.barriers), cfg.products[1].widths[0]
+    given, width, biases = (refs.h, refs.received, refs.barriers), cfg.products[1].widths[0], refs.biases[1]
     multiply = [] if factors is None else [factors]
     types = (*(plgpu.RefType(),) * len(given), *(_WGMMA,) * 2, *(ptx.SCALAR,) * 2, *(_WGMMA,) * len(multiply))
 
-    @plgpu.inline_mgpu(arg_types=types)
-    def exchange(ctx, h, received, barriers, gate, up, first_column, half, *factors):
+    @plgpu.inline_mgpu(arg_types=(*types, *(plgpu.RefType(),) * len(biases)))
+    def exchange(ctx, h, received, barriers, gate, up, first_column, half, *rest):
+        factors, biases = rest[: len(multiply)], rest[len(multiply) :]
         half, first_column = ptx.scalar_value(half), ptx.scalar_value(first_column)
         here = ptx.add(ptx.pointer(received, 3), ptx.mul(ptx.thread_index(), _FOUR))
         barrier = ptx.add(ptx.pointer(barriers, 3), ptx.i32(8 * cfg.ring_barriers))
@@ -68,6 +71,8 @@ def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
         ptx.asm(text, "r", barrier)
         g, t, _, warp = ptx.lane_position()
         column = ptx.add(first_column, ptx.mul(warp, 16), ptx.mul(half, 8), ptx.mul(t, 2))
+        own_column = lambda: ptx.add(first_column, ptx.mul(warp, 16), ptx.mul(half, 8), g)
+        added = [of_column(bias, own_column()) for bias in biases for _ in range(2)]
         place = arith.addi(arith.muli(ptx.to_i64(g), ptx.i64(width)), ptx.to_i64(column))
         base = arith.addi(ptx.pointer(h, 0), arith.muli(place, ptx.i64(2)))
         scales = {
@@ -80,11 +85,12 @@ def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
             if factors:
                 scale = [rows.pair_element(scales[token], k) for k in (0, 1, 0, 1)]
                 sums = [arith.mulf(y, s) for y, s in zip(sums, scale, strict=True)]
+            sums = plus(sums, 1.0, added) if biases else sums
             word = ptx.pack_16bit(*(_gated(cfg, *sums[k::2]) for k in range(2)), "bfloat16")
             word = ptx.transpose_8x8(word)  # a column of two tokens -> two columns of a token
             ptx.asm(f"st.global.b32 [$0+{2 * token * width}], $1;", "l,r", base, word)
 
-    exchange(*given, gate, up, first_column, lax.axis_index("half"), *multiply)
+    exchange(*given, gate, up, first_column, lax.axis_index("half"), *multiply, *biases)
 
 
 def _by_half(gate, up, half):

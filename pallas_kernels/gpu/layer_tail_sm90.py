@@ -37,6 +37,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
 from pallas_kernels.gpu import layer_tail_arrivals_sm90 as arrivals
+from pallas_kernels.gpu import layer_tail_biases_sm90 as bias_of
 from pallas_kernels.gpu import layer_tail_pairs_sm90 as pairs
 from pallas_kernels.gpu import layer_tail_ranks_sm90 as ranks
 from pallas_kernels.gpu import ptx_sm90 as ptx
@@ -62,6 +63,7 @@ class _Refs:
     weights: tuple  # for each product, GMEM [inner, width] of each weight
     norms: tuple  # GMEM [W] each, or None: scales of the norms before the MLP and before the next projections
     norms_after: tuple  # GMEM [W] each, or None: of the norms of what o and down give
+    biases: tuple  # for each product, of each weight GMEM [width], or ()
     counters: object  # GMEM i32[arrivals.WORDS], zero: arrivals
     cleared: object  # GMEM i32[arrivals.WORDS]: set to zero, for the next launch
     x1: object  # GMEM [T8, W]
@@ -96,13 +98,14 @@ class _Refs:
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=()):
+def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=(), biases=()):
     """(x2 [T, W], rows [T, width of the next projections] or None, counters of the next launch, pools).
 
     a [T, heads * dim]; x [T, W]; weights: a tuple of [inner, width] for each product; norms: scales [W] of the norms
     before the MLP, before the next projections, of what o gives and of what down gives, None where there is no norm
     (the last two may be left out); counters: two i32[arrivals.WORDS], of which the first is zero, and with several
-    ranks the arrays of layer_tail_ranks_sm90.exchange.
+    ranks the arrays of layer_tail_ranks_sm90.exchange; biases: for each product () or [width] of each weight, or () if
+    there are none.
 
     With config.attention, `a` is [T, width of q, k and v], not rotated; with attention.sums it is (f32[sums T8, width],
     f32[T8, SHARES]), and so are the rows of the result: the sums of each CTA, before the norm's factor, and the squares
@@ -132,13 +135,15 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     out_type += tail_attention.part_shapes(c) if attends else ()
     pools = [jax.new_ref(pool) for pool in keys[-2:]] if attends else []
     used, cleared, *shared = (jax.new_ref(y) for y in counters)
-    flat = [w for group in weights for w in group]
+    flat, biases = [w for group in weights for w in group], biases or ((),) * len(weights)
+    assert not (c.gives_sums and biases[3]), "the next launch adds the biases of its q, k and v"
 
     def layer_tail(*refs):  # the kernel's name in a profile
         take = iter(refs)
         some = lambda arrays: tuple(None if array is None else next(take) for array in arrays)
         given = dict(a=next(take), x=next(take), weights=tuple(some(group) for group in weights))
         given |= dict(norms=some(norms[:2]), norms_after=some(norms[2:]))
+        given |= dict(biases=tuple(some(group) for group in biases))
         given |= dict(counters=next(take), cleared=next(take), exchange=some(shared))
         if attends:
             given |= dict(rows=given["a"], a=None, row_squares=next(take) if c.attention.sums else None)
@@ -154,8 +159,8 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=())
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(layer_tail, out_type=out_type, mesh=mesh, compiler_params=params, name="layer_tail")
     a, *squares = a if isinstance(a, tuple) else (a,)
-    scales = [scale for scale in norms if scale is not None]
-    results = call(a, x, *flat, *scales, used, cleared, *shared, *squares, *keys[:-2], *pools)
+    flat += [scale for scale in norms if scale is not None] + [bias for group in biases for bias in group]
+    results = call(a, x, *flat, used, cleared, *shared, *squares, *keys[:-2], *pools)
     rows_out = results[-3 if attends else -1] if has_next else None
     if c.gives_sums:
         rows_out = rows_out, results[6]
@@ -350,7 +355,8 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
                 half = p.pieces // 2
                 for j in range(half):
                     pair = accs[j], accs[half + j]
-                    y = gated(cfg.activation, *(pair if factors is None else (acc * factors for acc in pair)))
+                    pair = pair if factors is None else tuple(acc * factors for acc in pair)
+                    y = _gated(cfg, *pair, refs.biases[i], (strip * half + j) * PIECE)
                     _store_columns(cfg, refs.h, y, jnp.int32(0), (strip * half + j) * PIECE)
             else:
                 for j, acc in enumerate(accs):
@@ -375,6 +381,14 @@ def _compute(cfg: LayerTailConfig, refs: _Refs):
                 arrivals.arrive(refs.counters, arrivals.share_added(i, share_of_row))
 
     _each(cfg, run)
+
+
+def _gated(cfg: LayerTailConfig, gate, up, biases, first_column):
+    """activation(gate) * up, each with its bias if there are biases; of 64 columns of all tokens."""
+    if biases:
+        of_gate, of_up = (bias_of.of_columns(cfg, bias, first_column) for bias in biases)
+        gate, up = gate + of_gate, up + of_up
+    return gated(cfg.activation, gate, up)
 
 
 def _sums(cfg: LayerTailConfig, refs: _Refs, p, w_before, x_before):
@@ -466,21 +480,25 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
     old, new, scaled = ((refs.x, refs.x1, refs.n1), (refs.x1, refs.x2, refs.n2))[norm]
     given = refs.counters, refs.scratch, parts, old, new, scaled, refs.squares[norm]
     scales = [scale for scale in (refs.norms[norm], refs.norms_after[norm]) if scale is not None]
-    rest = *scales, *refs.exchange
+    rest, count = (*scales, *refs.biases[i], *refs.exchange), len(scales) + len(refs.biases[i])
     types = (*(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 3, *(plgpu.RefType(),) * len(rest))
 
     @plgpu.inline_mgpu(arg_types=types)
     def add_up(ctx, counters, scratch, parts, old, new, scaled, squares, row, number, cta, *rest):
+        bias, exchange = rest[len(scales) : count], rest[count:]
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         before = share.words(old)  # on the way while this thread waits
         found = iter([share.words(scale, ptx.i32(0)) for scale in rest[: len(scales)]])
         of_next = None if refs.norms[norm] is None else next(found)
-        of_sums, exchange = None if refs.norms_after[norm] is None else next(found), rest[len(scales) :]
+        of_sums = None if refs.norms_after[norm] is None else next(found)
+        biases = bias_of.of_share(share, bias, p.widths) if bias else ()
         arrivals.one_thread_waits(cfg, i, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
         if cfg.ranks > 1:
             fours = ranks.sum_over_ranks(cfg, i, share, exchange, ptx.scalar_value(cta), fours)
+        if bias:
+            fours = [plus(y, 1.0, z) for y, z in zip(fours, biases, strict=True)]
         if of_sums is not None:
             _give_squares(scratch, 1, fours)
             mean = arith.mulf(_taken_squares(scratch, 1), ptx.f32(1.0 / cfg.hidden))
@@ -534,16 +552,20 @@ def _taken_squares(scratch, place: int):
 
 
 def _add_rows(cfg: LayerTailConfig, p, refs: _Refs, parts, row, number):
-    """A share of a token's columns of the next projections: the sums, times the factor of the token's norm."""
+    """A share of a token's columns of the next projections: the sums, times the factor of the token's norm; biases."""
+    biases = refs.biases[3]
 
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, ptx.SCALAR, ptx.SCALAR))
-    def add_up(ctx, counters, parts, squares, out, row, number):
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, ptx.SCALAR, ptx.SCALAR, *(plgpu.RefType(),) * len(biases)))
+    def add_up(ctx, counters, parts, squares, out, row, number, *biases):
         share = TokenShare(ptx.scalar_value(row), ptx.scalar_value(number), p.width, cfg.shares)
         arrivals.one_thread_waits(cfg, 3, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
         place = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(share.row), ptx.i64(4 * SHARES)))
         factor = None if cfg.eps[1] is None else norm_factor(place, cfg.hidden, cfg.shares, cfg.eps[1])
         fours = share.sums(parts, p.splits, cfg.rows8)
-        share.store(out, fours if factor is None else [[arith.mulf(y, factor) for y in four] for four in fours])
+        fours = fours if factor is None else [[arith.mulf(y, factor) for y in four] for four in fours]
+        if biases:
+            fours = [plus(y, 1.0, z) for y, z in zip(fours, bias_of.of_share(share, biases, p.widths), strict=True)]
+        share.store(out, fours)
 
-    add_up(refs.counters, parts, refs.squares[1], refs.out, row, number)
+    add_up(refs.counters, parts, refs.squares[1], refs.out, row, number, *biases)

@@ -57,11 +57,11 @@ def await_columns(cfg: LayerTailConfig, tile: TokenTile, counters, column):
 def add_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token, stores, is_first):
     """The thread's 4 columns of a token. stores: x2 and the warp's squares, too, added to those of the turns before
     unless is_first."""
-    given = refs.parts[1], refs.x1, refs.norms[1], refs.x2, refs.scratch
+    given = refs.parts[1], refs.x1, refs.norms[1], refs.x2, refs.scratch, *refs.biases[LAST - 1]
 
     @plgpu.inline_mgpu(arg_types=(tile.type, *(plgpu.RefType(),) * len(given), *(ptx.SCALAR,) * 5))
-    def add_up(ctx, target, parts, x1, scale, x2, states, *scalars):
-        number, column, token, stores, is_first = (ptx.scalar_value(x) for x in scalars)
+    def add_up(ctx, target, parts, x1, scale, x2, states, *rest):
+        bias, (number, column, token, stores, is_first) = rest[:-5], (ptx.scalar_value(x) for x in rest[-5:])
         four, is_used = tile.four()
         column = ptx.add(column, ptx.mul(four, 4))
 
@@ -70,9 +70,9 @@ def add_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token
             return arith.addi(ptx.pointer(ref, 0), arith.muli(at, ptx.i64(size)))
 
         two = "ld.global.cg.v2.b32 {$0, $1}, [$2];"
-        old, scales = (
+        old, scales, *bias = (
             floats(ptx.asm_values(two, "=r,=r,l", 2, place(ref, row, 2)))
-            for ref, row in ((x1, token), (scale, ptx.i32(0)))
+            for ref, row in ((x1, token), *((ref, ptx.i32(0)) for ref in (scale, *bias)))
         )
         loaded = [
             ptx.load_now(place(parts, ptx.add(token, ptx.i32(split * cfg.rows8)), 4), is_used)
@@ -81,7 +81,9 @@ def add_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token
         total = loaded[0]
         for other in loaded[1:]:
             total = [arith.addf(x, y) for x, y in zip(total, other, strict=True)]
-        words = packed(plus(old, cfg.factors[1], floats(packed(total))))
+        total = floats(packed(total))
+        total = plus(total, 1.0, *bias) if bias else total
+        words = packed(plus(old, cfg.factors[1], total))
         new = floats(words)
         scales = [arith.addf(s, ptx.f32(1.0)) for s in scales] if cfg.one_plus[1] else scales
         tile.put(target, number, token, packed([arith.mulf(x, s) for x, s in zip(new, scales, strict=True)]))

@@ -45,7 +45,11 @@ class TokenShare:
 
     def words(self, ref, row=None):
         """Two words of bf16 of each four."""
-        return [ptx.asm_values(_LOAD2, "=&r,=&r,l,r", 2, self.at(ref, q, 2, row), ok) for q, ok in self.quads]
+        return self.words_at(lambda quad: self.at(ref, quad, 2, row))
+
+    def words_at(self, place):
+        """The same of the fours at the addresses place(quad)."""
+        return [ptx.asm_values(_LOAD2, "=&r,=&r,l,r", 2, place(quad), ok) for quad, ok in self.quads]
 
     def sums(self, parts, splits: int, rows8: int):
         """Four f32 of each four: the sums of the CTAs, in their order."""

@@ -28,6 +28,7 @@ SIZES = dict(
 )  # fmt: skip
 SERVED = {
     "llama": {},
+    "llama with biases": dict(model_type="llama", attention_bias=True, mlp_bias=True),
     "mistral": dict(sliding_window=5),
     "qwen2": {},
     "gemma": {},
@@ -38,15 +39,16 @@ SERVED = {
     "olmo3": dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
     "glm4": dict(partial_rotary_factor=0.5),
     "exaone4": dict(sliding_window=7, sliding_window_pattern=2),
+    "smollm3": dict(no_rope_layers=[1, 0]),
     "glm": dict(partial_rotary_factor=0.5),
     "seed_oss": dict(attention_bias=True, attention_out_bias=False),
     "qwen3": dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "phi3": dict(head_dim=None, sliding_window=None, original_max_position_embeddings=128),
     "ministral": dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"]),
 }
-NAMES = ["llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen2", "qwen3", "ministral",
-         "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm", "gemma", "gemma2", "olmo2",
-         "exaone4", "gemma3_text", "glm4"]  # fmt: skip
+NAMES = ["llama", "llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen2", "qwen3",
+         "ministral", "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm", "gemma", "granite", "seed_oss", "smollm3",
+         "gemma2", "gemma3_text", "olmo2", "exaone4", "glm4"]  # fmt: skip
 
 
 def config_of(family: str, **changes) -> models.ModelConfig:
@@ -58,7 +60,7 @@ def params_of(config, dtype=ml_dtypes.bfloat16):
     return jax.tree.map(lambda x: jnp.asarray(x, dtype), examples.params_of(config))
 
 
-def formulas(launches, a, x, weights, scales, counters, config):
+def formulas(launches, a, x, weights, scales, counters, config, keys=(), biases=()):
     """What the kernel computes, from its docstring; NaN if the counters that it uses are not zero."""
     launches.append(config)
     f32 = lambda y: y.astype(jnp.float32)
@@ -72,15 +74,18 @@ def formulas(launches, a, x, weights, scales, counters, config):
         return f32(y) / jnp.sqrt((f32(y) ** 2).mean(1, keepdims=True) + eps) * scale[None]
 
     (o,), (gate, up), (down,), *following = weights
-    x1 = rounded(f32(x) + config.factors[0] * normed(f32(a) @ f32(o), 2))
+    biases = [[f32(bias)[None] for bias in group] or [0.0] * 3 for group in biases or ((),) * 4]
+    x1 = rounded(f32(x) + config.factors[0] * normed(f32(a) @ f32(o) + biases[0][0], 2))
     n1 = normed(x1, 0)
-    g = n1 @ f32(gate)
+    g = n1 @ f32(gate) + biases[1][0]
     tanh = lambda g: g * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) / 2
     act = dict(silu=lambda g: g / (1 + jnp.exp(-g)), gelu_tanh=tanh)[config.activation]
-    h = rounded(act(g) * (n1 @ f32(up)))
-    x2 = rounded(f32(x1) + config.factors[1] * normed(f32(h) @ f32(down), 3))
+    h = rounded(act(g) * (n1 @ f32(up) + biases[1][1]))
+    x2 = rounded(f32(x1) + config.factors[1] * normed(f32(h) @ f32(down) + biases[2][0], 3))
     x2 = jnp.where((counters[0] != 0).any(), jnp.nan, x2)
-    rows = jnp.concatenate([rounded(normed(x2, 1) @ f32(w)) for w in following[0]], 1) if following else None
+    n2, rows = normed(x2, 1), None
+    if following:
+        rows = jnp.concatenate([rounded(n2 @ f32(w) + b) for w, b in zip(following[0], biases[3], strict=False)], 1)
     return x2, rows, (jnp.zeros_like(counters[1]), counters[0] + 1)
 
 
@@ -166,7 +171,7 @@ OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))
 def test_only_plain_layers_are_taken(name, hopper):
-    """Not: other biases than of q, k and v, norms of a residual's sum, experts, parallel or latent layers."""
+    """Not: norms of a residual's sum, experts, parallel or latent layers."""
     keys = FAMILIES[name]
     sizes = dict(hidden_size=256, intermediate_size=512) if "kv_lora_rank" in keys else SIZES
     config = models.config_of(keys | {n: v for n, v in sizes.items() if n != "max_position_embeddings"})
@@ -186,9 +191,8 @@ def test_one_bias_of_a_fused_projection_is_added(hopper):
     assert len(hopper) == 6 * len(config.layers)
 
 
-@pytest.mark.parametrize("changes", [dict(attention_bias=True), dict(mlp_bias=True), dict(hidden_act="gelu")])
-def test_options_that_are_not_taken(changes, hopper):
-    assert configs(config_of("llama")) and not configs(config_of("llama", **changes))
+def test_options_that_are_not_taken(hopper):
+    assert configs(config_of("llama")) and not configs(config_of("llama", hidden_act="gelu"))
 
 
 @pytest.mark.parametrize("name", ["gelu_pytorch_tanh", "gelu_new", "gelu_fast", "swish"])
@@ -216,13 +220,17 @@ def test_other_weights_are_not_taken(dtype, hopper):
     assert not configs(config_of("llama"), dtype=dtype)
 
 
-def test_a_norm_in_float32_is_not_taken(hopper):
+@pytest.mark.parametrize("place", [("attn_norm", "scale"), ("attn", "q", "bias"), ("mlp", "down", "bias")])
+def test_a_norm_or_bias_in_float32_is_not_taken(place, hopper):
     def change(params):
-        scale = params["layers"][1]["attn_norm"]["scale"]
-        params["layers"][1]["attn_norm"]["scale"] = jax.ShapeDtypeStruct(scale.shape, jnp.float32)
+        own = params["layers"][1]
+        for name in place[:-1]:
+            own = own[name]
+        own[place[-1]] = jax.ShapeDtypeStruct(own[place[-1]].shape, jnp.float32)
         return params
 
-    assert not configs(config_of("llama"), change=change)
+    config = config_of("llama with biases")
+    assert configs(config) and not configs(config, change=change)
 
 
 def test_quantised_weights_are_not_taken(hopper):
@@ -253,18 +261,22 @@ def on_ranks(config, count: int) -> models.ModelMesh:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_add_up_their_parts_and_give_the_logits_of_one_device(ranks, hopper, monkeypatch):
     """4 ranks, 2 kv heads: two ranks have the same kv head."""
-    config = config_of("qwen2", vocab_size=64, intermediate_size=1024, num_attention_heads=8)
+    config = config_of("llama with biases", vocab_size=64, intermediate_size=1024, num_attention_heads=8)
     params = params_of(config)
     alone, count = steps(config, params), len(hopper)
 
-    def summed(a, x, weights, scales, counters, config):
+    def summed(a, x, weights, scales, counters, config, keys, biases):
         (o,), into, (down,), *following = weights
-        x1 = x + jax.lax.psum((a @ o).astype(jnp.float32), "tensor").astype(x.dtype)  # the kernel's two sums
-        partial = formulas([], jnp.zeros_like(a), x1, ((o,), into, (down,)), scales, counters, config)[0] - x1
-        x2 = x1 + jax.lax.psum(partial, "tensor")
+        (of_o,), of_into, (of_down,), *of_next = biases
+        x1 = (
+            x + jax.lax.psum((a @ o).astype(jnp.float32), "tensor").astype(x.dtype) + of_o[None]
+        )  # the kernel's two sums
+        rest = scales, counters, config, ()
+        partial = formulas([], jnp.zeros_like(a), x1, ((o,), into, (down,)), *rest, ((), of_into, ()))[0] - x1
+        x2 = x1 + jax.lax.psum(partial, "tensor") + of_down[None]
         nothing = jnp.zeros_like(a), x2, ((o,), into, (jnp.zeros_like(down),), *following)
         hopper.append(config)
-        return x2, formulas([], *nothing, scales, counters, config)[1], counters
+        return x2, formulas([], *nothing, *rest, ((), (), (), *of_next))[1], counters
 
     mesh = on_ranks(config, ranks)
     if ranks > 1:
@@ -309,20 +321,22 @@ def test_its_gradient_is_that_of_single_products(has_next, options, hopper):
     weights = ((normal(256, 256),), (normal(256, 512), normal(256, 512)), (normal(512, 256),))
     weights += ((normal(256, 256), normal(256, 128)),) if has_next else ()
     a, x, scales = normal(5, 256), normal(5, 256), (normal(256) + 1, normal(256) + 1)
-    norms = op.TailFormula(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True), *options)
-    config = op.config_of(5, a.dtype, weights, scales, norms)
+    biases = tuple(tuple(16 * normal(kernel.shape[1]) for kernel in group) for group in weights)
+    formula = op.TailFormula(Norm(eps=1e-5), Norm(eps=1e-4, one_plus=True), *options)
+    config = op.config_of(5, a.dtype, weights, scales, formula, biases=biases)
     assert config is not None
     loss = lambda results: sum((y.astype(jnp.float32) ** 2).sum() for y in results[:2] if y is not None)
-    ours = lambda *inputs: loss(op.layer_tail(norms, config, *inputs, op.new_counters()))
-    value, grads = jax.value_and_grad(ours, argnums=(0, 1, 2, 3))(a, x, weights, scales)
-    plain = lambda *inputs: loss(op.in_steps(*inputs, norms))
-    wanted, wanted_grads = jax.value_and_grad(plain, argnums=(0, 1, 2, 3))(a, x, weights, scales)
+    ours = lambda *inputs: loss(op.layer_tail(formula, config, *inputs[:4], op.new_counters(), *inputs[4:]))
+    value, grads = jax.value_and_grad(ours, argnums=(0, 1, 2, 3, 4))(a, x, weights, scales, biases)
+    plain = lambda *inputs: loss(op.in_steps(*inputs[:4], formula, *inputs[4:]))
+    wanted, wanted_grads = jax.value_and_grad(plain, argnums=(0, 1, 2, 3, 4))(a, x, weights, scales, biases)
     assert hopper and abs(value / wanted - 1) < 0.01
+    assert all(np.asarray(y, np.float32).any() for y in jax.tree.leaves(grads[4]))
     for got, want in zip(jax.tree.leaves(grads), jax.tree.leaves(wanted_grads), strict=True):
         assert far(*(np.asarray(y, np.float32) for y in (got, want))) < 0.02
 
 
-def attention_formulas(launches, rows, x, weights, scales, counters, config, keys):
+def attention_formulas(launches, rows, x, weights, scales, counters, config, keys, biases):
     """What the launch with attention computes, in numpy, from its plan: one token after the other."""
     a, sums = config.attention, config.attention.sums
     if sums:
@@ -331,8 +345,8 @@ def attention_formulas(launches, rows, x, weights, scales, counters, config, key
         factor = 1 / np.sqrt(squares[: config.rows].sum(1) / config.hidden + a.eps)
         rows = parts.reshape(sums, config.rows8, -1).sum(0)[: config.rows] * factor[:, None]
     cos, sin, table, plan, *vectors = (np.asarray(y) for y in keys[:-2])
-    biases, norms = vectors[: 3 * a.has_bias], vectors[3 * a.has_bias :]
-    bias = np.concatenate(biases).astype(np.float32) if a.has_bias else 0
+    of_qkv, norms = vectors[: 3 * a.has_bias], vectors[3 * a.has_bias :]
+    bias = np.concatenate(of_qkv).astype(np.float32) if a.has_bias else 0
     pools = [np.array(pool) for pool in keys[-2:]]
     live, count = plan[-1, :2]
     out = np.zeros((config.rows, a.heads * a.head_dim), np.float32)
@@ -365,7 +379,7 @@ def attention_formulas(launches, rows, x, weights, scales, counters, config, key
             out[token, head * a.head_dim :][: a.head_dim] = p @ own[1] / p.sum()
     assert set(plan[:-1, 0]) - {-1} == set(range(live)) and count >= 1
     plain = dataclasses.replace(config, attention=None)
-    after = formulas(launches, jnp.asarray(out, jnp.bfloat16), x, weights, scales, counters, plain)
+    after = formulas(launches, jnp.asarray(out, jnp.bfloat16), x, weights, scales, counters, plain, (), biases)
     launches[-1] = config
     if config.gives_sums:  # of which the first CTA's is all
         x2 = np.asarray(after[0], np.float32)
@@ -386,7 +400,7 @@ def attending(monkeypatch):
     on_chip(monkeypatch)
     monkeypatch.setattr(jattn.device, "chip_of", lambda _: Chip("gpu", "sm_90"))
     monkeypatch.setattr(tail_attention, "TRIED_ONLY", False)
-    either = lambda *args: (attention_formulas if len(args) > 6 else formulas)(launches, *args)
+    either = lambda *args: (attention_formulas if args[6] else formulas)(launches, *args)
     monkeypatch.setattr(op, "launch", either)
     return launches
 
@@ -409,7 +423,7 @@ def decode_step(config, params, backend, new=(1, 0, 1, 1), lens=(70, 0, 1, 33), 
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [("llama", {}), ("llama", dict(num_attention_heads=6, num_key_value_heads=1, head_dim=128)), ("qwen3", {}),
-     ("qwen2", {}), ("granite", {}), ("ministral", {})],
+     ("qwen2", {}), ("granite", {}), ("llama with biases", {}), ("ministral", {})],
 )  # fmt: skip
 def test_a_decode_step_of_few_requests_is_one_launch_a_layer(family, sizes, attending):
     config = config_of(family, **sizes)
@@ -467,7 +481,8 @@ def test_requests_of_many_keys_are_left_to_the_attention_kernel(attending, monke
 @pytest.mark.parametrize(
     ("family", "changes", "is_taken"),
     [("llama", {}, True), ("llama", dict(head_dim=128), False), ("qwen3", {}, False), ("mistral", {}, False),
-     ("qwen2", {}, False), ("granite", {}, False), ("llama", dict(hidden_act="gelu_new"), False),
+     ("qwen2", {}, False), ("granite", {}, False), ("llama", dict(mlp_bias=True), False),
+     ("llama", dict(hidden_act="gelu_new"), False),
      ("llama", dict(num_attention_heads=8, num_key_value_heads=1), False),
      ("llama", dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8), True)],
 )  # fmt: skip

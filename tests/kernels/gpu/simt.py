@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.gpu import control_sm80 as control
+from pallas_kernels.gpu import layer_tail_biases_sm90 as layer_tail_biases
 from pallas_kernels.gpu import peer_sums_sm90 as peer_sums
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
@@ -382,7 +383,7 @@ def emulated(module, machine: Machine):
         return jax.tree.map(lambda new, old: np.where(condition, _like(new, old), old), compute(), otherwise)
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
-    modules = {ptx, peer_words, peer_sums, token_share, token_tile, module}
+    modules = {ptx, peer_words, peer_sums, layer_tail_biases, token_share, token_tile, module}
     swaps = [
         *(mock.patch.object(m, "arith", Arith) for m in modules if hasattr(m, "arith")),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),

@@ -165,8 +165,10 @@ def unswizzled(stage):
     return out
 
 
-@pytest.mark.parametrize(("one_plus", "factor"), [(False, 1.0), (True, 1.0), (False, 0.22)])
-def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus, factor):
+@pytest.mark.parametrize(
+    ("one_plus", "factor", "biased"), [(False, 1.0, 0), (True, 1.0, 0), (False, 0.22, 0), (False, 0.22, 1)]
+)
+def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus, factor, biased):
     rng, rows, live = np.random.default_rng(5), 3, 2
     a = TailAttention(
         heads=16, kv_heads=4, head_dim=64, scale=0.1, blocks=8, page=8, columns=4, heads_first=True, sums=2
@@ -177,15 +179,15 @@ def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus, factor):
     cfg = dataclasses.replace(cfg, adds_directly=True)
     assert not supports(cfg)
     width, splits, tile = cfg.hidden, cfg.products[2].splits, TokenTile(cfg, sums.LAST)
-    x1, scale = (rng.normal(size=shape).astype(BF16) for shape in ((8, width), width))
+    x1, scale, bias = (rng.normal(size=shape).astype(BF16) for shape in ((8, width), width, width))
     parts = rng.normal(size=(splits * 8, width)).astype(np.float32)
     memory = Memory(
-        256, parts=parts, x1=x1, scale=scale, x2=np.full((rows, width), np.nan, BF16),
+        256, parts=parts, x1=x1, scale=scale, bias=bias, x2=np.full((rows, width), np.nan, BF16),
         squares=np.full((8, 4), np.nan, np.float32), x_tile=np.full((cfg.token_stages, 8, 128), np.nan, BF16),
     )  # fmt: skip
     refs = types.SimpleNamespace(
         parts=(None, memory.parts), x1=memory.x1, x2=memory.x2, norms=(None, memory.scale), scratch=SHARED,
-        squares=(None, memory.squares), x_tile=memory.x_tile,
+        squares=(None, memory.squares), x_tile=memory.x_tile, biases=((), (), (memory.bias,) * biased),
     )  # fmt: skip
     scalar, merged = np.int32, []
     blocks = cfg.products[sums.LAST].blocks
@@ -200,6 +202,7 @@ def test_the_last_residual_is_added_up_where_it_is_multiplied(one_plus, factor):
                 merged += [unswizzled(memory.seen("x_tile")[(1 + n) % cfg.token_stages]) for n in range(tile.each)]
             sums.store_squares(cfg, refs, scalar(share), scalar(live))
     added = parts.reshape(splits, 8, width).astype(np.float64).sum(0)[:live].astype(BF16).astype(np.float64)
+    added += biased * bias.astype(np.float64)[None]
     x2 = (x1[:live].astype(np.float64) + factor * added).astype(BF16).astype(np.float64)
     np.testing.assert_allclose(memory.seen("x2")[:live].astype(np.float64), x2, rtol=2**-7, atol=1e-6)
     assert np.isnan(memory.seen("x2")[live:].astype(np.float32)).all()

@@ -1,0 +1,52 @@
+"""Biases of the products of layer_tail_sm90.py: of each product none, or of each weight a bias, GMEM [width]."""
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.layer_tail_config import PIECE, LayerTailConfig
+from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats
+
+_WGMMA = plgpu.Layout.WGMMA
+
+
+def of_columns(cfg: LayerTailConfig, bias, first_column):
+    """f32 (64 columns, T8 tokens): the bias of each column."""
+    shape = (PIECE, cfg.rows8)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), ptx.SCALAR), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, _WGMMA)
+    )
+    def load(ctx, bias, first_column):
+        g, _, _, warp = ptx.lane_position()
+        column = ptx.add(ptx.scalar_value(first_column), ptx.mul(warp, 16), g)
+        numbers = [of_column(bias, ptx.add(column, ptx.i32(8 * second))) for second in range(2)]
+        fragment = rows.empty_fragment(shape, _WGMMA)
+        seconds = [second for second, _ in rows.pair_places(fragment)]
+        rows.fill(fragment, lambda i: [numbers[seconds[i]]] * 2)
+        return fragment
+
+    return load(bias, first_column)
+
+
+def of_column(bias, column):
+    """Inside inline_mgpu: f32, the bias of one column."""
+    place = arith.addi(ptx.pointer(bias, 0), arith.muli(ptx.to_i64(column), ptx.i64(2)))
+    return ptx.float_of_bf16(ptx.asm_value("ld.global.nc.u16 $0, [$1];", "=r,l", place, pure=True), 0)
+
+
+def of_share(share: TokenShare, biases, widths: tuple[int, ...]):
+    """Inside inline_mgpu: four f32 of each four of columns. widths: of the weights, side by side."""
+
+    def place(quad):
+        found, first = None, 0
+        for bias, width in zip(biases, widths, strict=True):
+            column = arith.subi(ptx.mul(quad, 4), ptx.i32(first))
+            own = arith.addi(ptx.pointer(bias, 0), arith.muli(ptx.to_i64(column), ptx.i64(2)))
+            found = own if found is None else arith.select(ptx.less(quad, ptx.i32(first // 4)), found, own)
+            first += width
+        return found
+
+    return [floats(words) for words in share.words_at(place)]
