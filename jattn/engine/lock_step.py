@@ -38,7 +38,10 @@ FOLDER_PARTS = dict(
 )
 """What processes compare by checksum -> its name in an error."""
 
-JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
+JAX_SETTINGS = (
+    "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
+    "jax_high_dynamic_range_gumbel",
+)  # fmt: skip
 """Settings of JAX that decide dtypes and tokens, so that processes with others exchange arrays of other sizes."""
 
 PLANS_CHECKED_EVERY = 16

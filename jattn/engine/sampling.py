@@ -11,16 +11,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn import device
 from jattn.engine.likeliest import likeliest
 from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling_floor import ordered_bits, sampling_floor
 from jattn.types import AnyArray, pytree
+from pallas_kernels.cpu.native import library, ops
 
 BAD_TOKEN = -1
 """The token of a row whose logits have a NaN or +inf, or no finite number. The row ends; the others continue."""
 
 MIN_TEMPERATURE = 1e-30
 """Smaller temperatures are replaced by this one. The draw is the same, and float32 does not round it to 0."""
+
+NATIVE_NOISE = dict(
+    jax_default_prng_impl="threefry2x32", jax_threefry_partitionable=True, jax_high_dynamic_range_gumbel=False
+)
+"""The settings of JAX with which the C++ function has the noise of jax.random.gumbel: JAX's defaults."""
 
 STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
@@ -165,6 +172,25 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 
 def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """i32[R] a token drawn for each row; for a greedy row the likeliest."""
+    keys = jax.vmap(_row_key)(rows.seed, rows.position)
+    if not _has_native_draw():
+        return _sample_by_noise(logits, rows, keys)
+    # The same tokens, but sums that are equal up to the rounding of a logarithm may be in another order.
+    return jax.lax.platform_dependent(logits, rows, keys, cpu=_sample_by_call, default=_sample_by_noise)
+
+
+def _has_native_draw() -> bool:
+    """The C++ function serves the default device, and JAX's noise is the one that it computes."""
+    has_noise = all(getattr(jax.config, name) == value for name, value in NATIVE_NOISE.items())
+    return has_noise and device.detect().platform == "cpu" and library.status().available
+
+
+def _sample_by_call(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
+    temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 0.0)
+    return ops.draw(logits, temperature, rows.top_k, rows.top_p, rows.min_p, jax.random.key_data(keys))[0]
+
+
+def _sample_by_noise(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
     # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
     temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
@@ -172,7 +198,6 @@ def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     scaled = jnp.where(below, -jnp.inf, scaled)
     restricted = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
     scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
-    keys = jax.vmap(_row_key)(rows.seed, rows.position)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     return jnp.where(rows.temperature > 0, _first_largest(scaled + noise), _first_largest(logits))
 

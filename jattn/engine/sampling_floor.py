@@ -1,4 +1,4 @@
-"""The least likely token that top_k and top_p keep: by the C++ function, by the GPU's kernel, or by bisection."""
+"""The least likely token that top_k and top_p keep: by the GPU's kernel, or by bisection."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.backends.gpu_kernel import WARPS_SINCE
 from jattn.types import AnyArray
-from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import sampling_floor_sm80 as gpu
 from pallas_kernels.gpu.config_sm80 import CHIPS
 
@@ -19,8 +18,6 @@ def sampling_floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.A
     Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
     scaled: f32[R vocab], the logits minus the maximum of their row. A row's floor depends on that row only.
     """
-    if device.detect().platform == "cpu" and library.status().available:
-        return jax.lax.platform_dependent(scaled, top_k, top_p, cpu=ops.sampling_floor, default=by_bisection)
     if _has_kernel():
         return jax.lax.platform_dependent(scaled, top_k, top_p, cuda=gpu.sampling_floor, default=by_bisection)
     return by_bisection(scaled, top_k, top_p)

@@ -91,12 +91,12 @@ def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_ro
     counted(decoder, "project_and_attend")
     counted(decoder, "layer_gives")
     counted(sampling, "_with_logprobs")
-    counted(sampling, "_restrict")
+    counted(sampling, "_sample")
     served = engine(dataclasses.replace(CONFIG, eos_token_ids=(1,)))  # no other test has traced this model
     programs, rows = served.warmup(), {shape.num_rows for shape in served.shapes.all()}
     assert len(rows) < programs
     assert counted.calls == dict(
-        project_and_attend=programs, layer_gives=programs, _with_logprobs=len(rows), _restrict=len(rows)
+        project_and_attend=programs, layer_gives=programs, _with_logprobs=len(rows), _sample=len(rows)
     )
 
 

@@ -14,7 +14,7 @@ from pallas_kernels.cpu.native import build, kept
 log = logging.getLogger(__name__)
 
 ATTEND, WRITE, FILL = "jattn_cpu_attend", "jattn_cpu_write", "jattn_cpu_fill"
-SAMPLING_FLOOR = "jattn_cpu_sampling_floor"
+DRAW = "jattn_cpu_draw"
 PRODUCT, HEAD_PRODUCT = "jattn_cpu_product", "jattn_cpu_head_product"
 EXPERT_PRODUCT, PACKED_EXPERT_PRODUCT = "jattn_cpu_expert_product", "jattn_cpu_packed_expert_product"
 PACKED_PRODUCT = "jattn_cpu_packed_product"
@@ -26,7 +26,7 @@ _SYMBOLS = {
     PACKED_PRODUCT: "JattnPackedProduct",
     EXPERT_PRODUCT: "JattnExpertProduct",
     PACKED_EXPERT_PRODUCT: "JattnPackedExpertProduct",
-    SAMPLING_FLOOR: "JattnSamplingFloor",
+    DRAW: "JattnDraw",
     FILL: "JattnFill",
 }
 

@@ -1,5 +1,5 @@
 """The custom calls as JAX functions: attention over pages or packed keys, the write into the pool, products, the
-floor of sampled logits, a fill.
+draw of tokens, a fill.
 
 They run on XLA's thread pool. Under vmap a call runs once per element (vmap_method='sequential'); inside shard_map it
 runs once per device. They define no gradient: jattn/backends/cpu_native.py does.
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from pallas_kernels.cpu.native import library
 
@@ -252,23 +253,32 @@ def packed_expert_product(
     return call(x, values, scales, zero_points, _ints(sizes), **form)
 
 
-def sampling_floor(
-    scaled: jax.Array,  # f32[R vocab], logits minus the maximum of their row
-    top_k: jax.Array,  # i32[R]; 0: off
-    top_p: jax.Array,  # f32[R]; 1: off
+def draw(
+    logits: jax.Array,  # f32[R vocab]
+    temperature: ArrayLike,  # f32[R]; 0: the first likeliest token
+    top_k: ArrayLike,  # i32[R]; 0: off
+    top_p: ArrayLike,  # f32[R]; 1: off
+    min_p: ArrayLike,  # f32[R]; 0: off
+    keys: ArrayLike,  # u32[R 2] of threefry
     *,
     isa: str = "auto",
     threads: int = 0,
-) -> jax.Array:
-    """u32[R] the least likely token that the cuts keep; 0 if neither applies. The bits depend on the row only.
+) -> tuple[jax.Array, jax.Array]:
+    """(token i32[R], floor u32[R]): a row's largest sum of scaled logit and jax.random.gumbel(key, [vocab], float32).
 
-    As ordered bits: the bits of a float32 that is not negative with the first one set, or all bits of another inverted.
-    Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
+    A scaled logit is the logit minus the maximum of its row, divided by the temperature. Tokens below min_p of the
+    largest probability are not drawn; of the others the top_k most likely ones are, and of these the fewest that reach
+    top_p of their sum. Ties are kept.
+    floor: the least scaled logit that top_k and top_p keep, as ordered bits (the bits of a float32 that is not negative
+    with the first one set, or all bits of another inverted); 0 if neither applies.
+    A row with a NaN, or whose maximum is infinite, gives 0 and 0. Both results depend on the row only.
     """
     library.check_isa(isa)
-    shape = jax.ShapeDtypeStruct(scaled.shape[:1], jnp.uint32)
-    call = jax.ffi.ffi_call(library.SAMPLING_FLOOR, shape, vmap_method="sequential")
-    return call(scaled, _ints(top_k), _floats(top_p), isa=isa, threads=np.int32(threads))
+    shapes = [jax.ShapeDtypeStruct(logits.shape[:1], dtype) for dtype in (jnp.int32, jnp.uint32)]
+    rules = _floats(temperature), _ints(top_k), _floats(top_p), jnp.log(_floats(min_p))
+    call = jax.ffi.ffi_call(library.DRAW, shapes, vmap_method="sequential")
+    token, floor = call(logits, *rules, keys, isa=isa, threads=np.int32(threads))
+    return token, floor
 
 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:

@@ -61,7 +61,7 @@ def faulty(faulty_library, monkeypatch):
         "PACKED_PRODUCT",
         "EXPERT_PRODUCT",
         "PACKED_EXPERT_PRODUCT",
-        "SAMPLING_FLOOR",
+        "DRAW",
         "FILL",
     ):
         monkeypatch.setattr(library, name, f"{getattr(library, name)}_faulty")

@@ -167,24 +167,32 @@ def test_what_is_well_formed_is_taken():
     )
 
 
-BAD_FLOOR = {
-    "flat logits": (dict(scaled=f32(9)), r"scaled is \[9\] and must be of rank 2"),
+BAD_DRAW = {
+    "flat logits": (dict(logits=f32(9)), r"logits is \[9\] and must be of rank 2"),
+    "too few temperatures": (dict(temperature=f32(R - 1)), r"temperature is \[2\] and must be \[3\]"),
     "too few top_k": (dict(top_k=i32(R - 1)), r"top_k is \[2\] and must be \[3\]"),
     "too many top_p": (dict(top_p=f32(R + 1)), r"top_p is \[4\] and must be \[3\]"),
-    "a short result": (dict(floor=((R - 1,), "uint32")), r"floor is \[2\] and must be \[3\]"),
+    "a scalar least": (dict(least=f32()), r"least is \[\] and must be \[3\]"),
+    "keys of one word": (dict(keys=jnp.zeros((R, 1), jnp.uint32)), r"keys is \[3 1\] and must be \[3 2\]"),
+    "few tokens": (dict(tokens=((R - 1,), "int32")), r"tokens is \[2\] and must be \[3\]"),
+    "few floors": (dict(floors=((R - 1,), "uint32")), r"floors is \[2\] and must be \[3\]"),
     "a float top_k": (dict(top_k=f32(R)), "expected S32|dtype"),
-    "bf16 logits": (dict(scaled=f32(R, 9).astype(jnp.bfloat16)), "expected F32|dtype"),
-    "a signed result": (dict(floor=((R,), "int32")), "expected U32|dtype"),
+    "signed keys": (dict(keys=i32(R, 2)), "expected U32|dtype"),
+    "bf16 logits": (dict(logits=f32(R, 9).astype(jnp.bfloat16)), "expected F32|dtype"),
+    "signed floors": (dict(floors=((R,), "int32")), "expected U32|dtype"),
 }
 
 
-@pytest.mark.parametrize("why", BAD_FLOOR)
-def test_the_sampling_floor_refuses(why):
-    changed, sentence = BAD_FLOOR[why]
-    arrays = dict(scaled=f32(R, 9), top_k=i32(R), top_p=f32(R), floor=((R,), "uint32")) | changed
-    result = jax.ShapeDtypeStruct(*arrays.pop("floor"))
+@pytest.mark.parametrize("why", BAD_DRAW)
+def test_a_draw_refuses(why):
+    changed, sentence = BAD_DRAW[why]
+    arrays = dict(
+        logits=f32(R, 9), temperature=f32(R), top_k=i32(R), top_p=f32(R), least=f32(R),
+        keys=jnp.zeros((R, 2), jnp.uint32), tokens=((R,), "int32"), floors=((R,), "uint32"),
+    ) | changed  # fmt: skip
+    results = [jax.ShapeDtypeStruct(*arrays.pop(name)) for name in ("tokens", "floors")]
     with pytest.raises(jax.errors.JaxRuntimeError, match=sentence):
-        jax.ffi.ffi_call(library.SAMPLING_FLOOR, result)(*arrays.values(), isa="auto", threads=np.int32(1))
+        jax.ffi.ffi_call(library.DRAW, results)(*arrays.values(), isa="auto", threads=np.int32(1))
 
 
 def test_fill_refuses_two_values_and_another_type():

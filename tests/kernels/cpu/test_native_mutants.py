@@ -15,8 +15,8 @@ import pytest
 
 from pallas_kernels.cpu.native import library, ops, toolchain
 from tests.cases import CASES, COMBINED, FEATURES, Case
+from tests.kernels.cpu import test_native_draw as draw
 from tests.kernels.cpu import test_native_latent as latent
-from tests.kernels.cpu import test_native_sampling_floor as sampling_floor
 from tests.kernels.cpu.native_setup import needs_library
 from tests.problem import Problem
 from tests.running import conform
@@ -65,6 +65,9 @@ CAUGHT_BY = {
     "expert_rows_not_skipped": "experts",
     "top_k_off_by_one": "sampling floor",
     "top_p_of_all_ties": "sampling floor",
+    "groups_have_the_same_noise": "draw",
+    "large_noise_ignored": "draw",
+    "likeliest_of_equal_sums": "equal sums",
 }
 
 
@@ -91,7 +94,11 @@ def check(name: str) -> None:
     if name == "experts":
         return check_expert_product()
     if name == "sampling floor":
-        return sampling_floor.test_a_cut_far_from_every_sum_is_exact()
+        return draw.test_a_cut_far_from_every_sum_is_exact()
+    if name == "draw":
+        return draw.test_many_unlikely_tokens_are_drawn_as_often_as_they_should_be("auto")
+    if name == "equal sums":
+        return draw.test_of_equal_sums_the_first_token_is_drawn("auto")
     if name in PROBLEMS:
         return conform(PROBLEMS[name], "cpu_native")
     if name == "latent":

@@ -11,7 +11,7 @@ from benchmarks.gpu.lowering import PALLAS_CALL
 from jattn import device
 from jattn.engine import sampling_floor as floors
 from pallas_kernels.gpu import sampling_floor_sm80 as kernel
-from tests.kernels.cpu.test_native_sampling_floor import check, ordered, random_rows
+from tests.kernels.cpu.test_native_draw import check, ordered, random_rows
 from tests.kernels.gpu.simt import Arith, Machine, emulated
 from tests.kernels.gpu.test_packed_product import Memory
 

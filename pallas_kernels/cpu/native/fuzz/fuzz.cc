@@ -1,5 +1,5 @@
-// Runs random batches, products and sampling floors through every ISA of this processor, from several threads at the
-// same time. Half of the batches have valid lengths; their outputs are compared with a float64 reference. The other half
+// Runs random batches, products and draws through every ISA of this processor, from several threads at the same
+// time. Half of the batches have valid lengths; their outputs are compared with a float64 reference. The other half
 // have arbitrary lengths; a sanitizer checks their accesses. One allocation of sixteen fails: the call must end with
 // OutOfMemory, and the repeated call must be right. See __main__.py.
 #include <atomic>
@@ -12,7 +12,7 @@ static thread_local bool in_reference = false;  // the reference's own allocatio
 #define JATTN_ALLOCATION_FAILS(bytes) (!in_reference && ++allocations % 16 == 0)
 
 #include "random_batch.h"
-#include "random_floor.h"
+#include "random_draw.h"
 #include "random_packed.h"
 #include "random_product.h"
 #include "dispatch.h"
@@ -23,7 +23,7 @@ static thread_local bool in_reference = false;  // the reference's own allocatio
 
 using namespace jattn;
 
-static std::atomic<unsigned> next_seed{0}, num_attended{0}, num_products{0}, num_floors{0}, num_out_of_memory{0},
+static std::atomic<unsigned> next_seed{0}, num_attended{0}, num_products{0}, num_draws{0}, num_out_of_memory{0},
     num_wrong{0};
 
 static void run_batch(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
@@ -94,18 +94,18 @@ static void run_random_groups(StdPool& pool, const IsaKernels& kernels, unsigned
     }
 }
 
-static void run_random_floor(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
-    RandomFloor floor(seed);
+static void run_random_draw(StdPool& pool, const IsaKernels& kernels, unsigned seed) {
+    RandomDraw draw(seed);
     const int choices[] = {1, 2, 3, 17, 33};
     for (bool done = false; !done;) try {
-            run_sampling_floor(pool, floor.args, kernels, choices[seed % 5]);
+            run_draw(pool, draw.args, kernels, choices[seed % 5]);
             done = true;
         } catch (const OutOfMemory&) {
             num_out_of_memory++;
         }
-    num_floors++;
-    if (!floor.is_right()) {
-        std::fprintf(stderr, "%s: sampling floor %u differs from the reference\n", kernels.name, seed);
+    num_draws++;
+    if (!draw.is_right()) {
+        std::fprintf(stderr, "%s: draw %u differs from the reference\n", kernels.name, seed);
         num_wrong++;
     }
 }
@@ -131,7 +131,7 @@ int main(int argc, char** argv) {
                                            "product");
                         run_random_groups(pool, *kernels, seed, RandomHeadProduct(seed), "head product");
                         run_random_groups(pool, *kernels, seed, RandomExpertProduct(seed), "expert product");
-                        run_random_floor(pool, *kernels, seed);
+                        run_random_draw(pool, *kernels, seed);
                         const RandomPackedProduct packed(seed);
                         const int format = (int)packed.format;
                         const ProductKernel* kernel = packed.transposed
@@ -145,9 +145,9 @@ int main(int argc, char** argv) {
         for (auto& thread : threads) thread.join();
     }
     std::printf(
-        "%u random batches (%u attended, %u products, %u floors, %u calls out of memory) on %s, %d callers at once: "
+        "%u random batches (%u attended, %u products, %u draws, %u calls out of memory) on %s, %d callers at once: "
         "%u wrong\n",
-        next_seed - first, num_attended.load(), num_products.load(), num_floors.load(), num_out_of_memory.load(),
+        next_seed - first, num_attended.load(), num_products.load(), num_draws.load(), num_out_of_memory.load(),
         isa_names().c_str(), callers, num_wrong.load());
     return num_wrong != 0;
 }

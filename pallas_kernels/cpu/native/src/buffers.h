@@ -234,19 +234,25 @@ struct WriteBuffers {
     }
 };
 
-// The arguments of the sampling floor. Returns the error of the first check that fails.
-inline std::string floor_args(const FloatBuffer& scaled, const Int32Buffer& top_k, const FloatBuffer& top_p,
-                              const Uint32Buffer& floor, FloorArgs& args) {
+// The arguments of a draw. Returns the error of the first check that fails.
+inline std::string draw_args(const FloatBuffer& logits, const FloatBuffer& temperature, const Int32Buffer& top_k,
+                             const FloatBuffer& top_p, const FloatBuffer& least, const Uint32Buffer& keys,
+                             const Int32Buffer& tokens, const Uint32Buffer& floors, DrawArgs& args) {
     ArrayChecks checks;
-    checks.rank("scaled", scaled, 2);
+    checks.rank("logits", logits, 2);
     if (!checks.error.empty()) return checks.error;
-    args.rows = scaled.dimensions()[0], args.vocab = scaled.dimensions()[1];
+    args.rows = logits.dimensions()[0], args.vocab = logits.dimensions()[1];
     checks.count("the size of the vocabulary", args.vocab, 0);
+    checks.shape("temperature", temperature, {args.rows});
     checks.shape("top_k", top_k, {args.rows});
     checks.shape("top_p", top_p, {args.rows});
-    checks.shape("floor", floor, {args.rows});
-    args.scaled = scaled.typed_data(), args.top_k = top_k.typed_data(), args.top_p = top_p.typed_data();
-    args.floor = floor.typed_data();
+    checks.shape("least", least, {args.rows});
+    checks.shape("keys", keys, {args.rows, 2});
+    checks.shape("tokens", tokens, {args.rows});
+    checks.shape("floors", floors, {args.rows});
+    args.logits = logits.typed_data(), args.temperature = temperature.typed_data();
+    args.top_k = top_k.typed_data(), args.top_p = top_p.typed_data(), args.least = least.typed_data();
+    args.keys = keys.typed_data(), args.tokens = tokens.typed_data(), args.floors = floors.typed_data();
     return checks.error;
 }
 

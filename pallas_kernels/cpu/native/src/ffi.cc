@@ -1,5 +1,5 @@
-// The custom calls that XLA makes: attention, the write of new keys and values, products, the floor of sampled logits,
-// and the fill of a new pool.
+// The custom calls that XLA makes: attention, the write of new keys and values, products, the draw of tokens, and the
+// fill of a new pool.
 // XLA is built without exceptions, so none may leave a call.
 #include "xla/ffi/api/ffi.h"
 
@@ -185,16 +185,17 @@ ffi::Error packed_expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuff
     });
 }
 
-// The ordered bits of the least likely token that top_k and top_p keep in each row.
-ffi::Error sampling_floor_call(ffi::ThreadPool pool, FloatBuffer scaled, Int32Buffer top_k, FloatBuffer top_p,
-                               ffi::Result<Uint32Buffer> floor, std::string_view isa, int32_t threads) {
-    return catch_exceptions("sampling_floor", [&] {
-        FloorArgs args;
-        const std::string error = floor_args(scaled, top_k, top_p, *floor, args);
-        if (!error.empty()) return invalid_argument("sampling_floor", error);
+// A token of each row, drawn by its rules.
+ffi::Error draw_call(ffi::ThreadPool pool, FloatBuffer logits, FloatBuffer temperature, Int32Buffer top_k,
+                     FloatBuffer top_p, FloatBuffer least, Uint32Buffer keys, ffi::Result<Int32Buffer> tokens,
+                     ffi::Result<Uint32Buffer> floors, std::string_view isa, int32_t threads) {
+    return catch_exceptions("draw", [&] {
+        DrawArgs args;
+        const std::string error = draw_args(logits, temperature, top_k, top_p, least, keys, *tokens, *floors, args);
+        if (!error.empty()) return invalid_argument("draw", error);
         const IsaKernels* kernels = find_isa(std::string(isa));
-        if (!kernels) return unknown_isa("sampling_floor", isa);
-        run_sampling_floor(pool, args, *kernels, threads);
+        if (!kernels) return unknown_isa("draw", isa);
+        run_draw(pool, args, *kernels, threads);
         return ffi::Error::Success();
     });
 }
@@ -282,9 +283,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Attr<int32_t>("format").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    JattnSamplingFloor, sampling_floor_call,
+    JattnDraw, draw_call,
     ffi::Ffi::Bind()
-        .Ctx<ffi::ThreadPool>().Arg<FloatBuffer>().Arg<Int32Buffer>().Arg<FloatBuffer>().Ret<Uint32Buffer>()
+        .Ctx<ffi::ThreadPool>()
+        .Arg<FloatBuffer>().Arg<FloatBuffer>().Arg<Int32Buffer>()     // logits, temperature, top_k
+        .Arg<FloatBuffer>().Arg<FloatBuffer>().Arg<Uint32Buffer>()    // top_p, least, keys
+        .Ret<Int32Buffer>().Ret<Uint32Buffer>()
         .Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

@@ -21,7 +21,7 @@ const IsaKernels kAmxBf16 = {
      attend_with_amx<Dtype::i8>},
     16,
     amx_bf16::write_tokens,
-    amx_bf16::sampling_floor,
+    amx_bf16::draw,
     {nullptr, nullptr, &amx_bf16::product_kernel<amx_bf16::ProductBf16>},
     {},
     {},

@@ -16,7 +16,7 @@ const IsaKernels kAvx2 = {
      avx2::attend<avx2::ComputeF32<Dtype::e5m2>>, avx2::attend<avx2::ComputeF32<Dtype::i8>>},
     64,
     avx2::write_tokens,
-    avx2::sampling_floor,
+    avx2::draw,
     {&avx2::product_kernel<avx2::ProductF32<Dtype::f32>>, &avx2::product_kernel<avx2::ProductF32<Dtype::f16>>,
      &avx2::product_kernel<avx2::ProductF32<Dtype::bf16>>},
     {{avx2::packed_int8, avx2::packed_int8, avx2::packed_int8},

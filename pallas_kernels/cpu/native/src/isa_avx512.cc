@@ -16,7 +16,7 @@ const IsaKernels kAvx512 = {
      avx512::attend<avx512::ComputeF32<Dtype::e5m2>>, avx512::attend<avx512::ComputeF32<Dtype::i8>>},
     64,
     avx512::write_tokens,
-    avx512::sampling_floor,
+    avx512::draw,
     {&avx512::product_kernel<avx512::ProductF32<Dtype::f32>>, &avx512::product_kernel<avx512::ProductF32<Dtype::f16>>,
      &avx512::product_kernel<avx512::ProductF32<Dtype::bf16>>},
     {{avx512::packed_int8, avx512::packed_int8, avx512::packed_int8},

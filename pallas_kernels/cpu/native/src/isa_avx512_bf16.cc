@@ -18,7 +18,7 @@ const IsaKernels kAvx512Bf16 = {
      avx512_bf16::attend<avx512_bf16::ComputeBf16<Dtype::i8>>},
     64,
     avx512_bf16::write_tokens,
-    avx512_bf16::sampling_floor,
+    avx512_bf16::draw,
     {nullptr, nullptr, &avx512_bf16::product_kernel<avx512_bf16::ProductBf16>},
     {{nullptr, nullptr, avx512_bf16::packed_int8_pairs},
      {nullptr, nullptr, avx512_bf16::packed_fp8_pairs},

@@ -16,7 +16,7 @@ const IsaKernels kNeon = {
      neon::attend<neon::ComputeF32<Dtype::e5m2>>, neon::attend<neon::ComputeF32<Dtype::i8>>},
     64,
     neon::write_tokens,
-    neon::sampling_floor,
+    neon::draw,
     {&neon::product_kernel<neon::ProductF32<Dtype::f32>>, &neon::product_kernel<neon::ProductF32<Dtype::f16>>,
      &neon::product_kernel<neon::ProductF32<Dtype::bf16>>},
     {{neon::packed_int8, neon::packed_int8, neon::packed_int8},

@@ -17,7 +17,7 @@ const IsaKernels kNeonBf16 = {
      neon_bf16::attend<neon_bf16::ComputeBf16<Dtype::i8>>},
     64,
     neon_bf16::write_tokens,
-    neon_bf16::sampling_floor,
+    neon_bf16::draw,
     {nullptr, nullptr, &neon_bf16::product_kernel<neon_bf16::ProductBf16>},
     {},
     {},

@@ -2,8 +2,8 @@
 #pragma once
 #include "cache_write.h"
 #include "decode.h"
+#include "draw.h"
 #include "prefill.h"
-#include "sampling_floor.h"
 
 namespace JATTN_ISA {
 

@@ -37,6 +37,9 @@ enum class Mutant : int {
     expert_rows_not_skipped,
     top_k_off_by_one,
     top_p_of_all_ties,
+    groups_have_the_same_noise,
+    large_noise_ignored,
+    likeliest_of_equal_sums,
 };
 inline Mutant mutant = Mutant::none;
 }  // namespace jattn

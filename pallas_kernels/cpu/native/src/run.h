@@ -10,7 +10,7 @@
 namespace jattn {
 
 constexpr double kOneThreadCost = 60000;  // a cheaper batch runs on the calling thread: a second one costs more to wake
-constexpr int64_t kOneThreadLogits = 16384;  // the same, of a sampling floor
+constexpr int64_t kOneThreadLogits = 16384;  // the same, of a draw
 
 // Sets tokens begin .. end - 1 to out = 0, lse = -inf.
 inline void clear_tokens(const AttentionArgs& args, int64_t begin, int64_t end) {
@@ -56,17 +56,15 @@ void run_write(Pool& pool, const WriteArgs& args, const IsaKernels& kernels, int
 }
 
 template <class Pool>
-void run_sampling_floor(Pool& pool, const FloorArgs& args, const IsaKernels& kernels, int64_t threads) {
-    const int64_t num_sums = kFloorTables * kFloorBuckets, groups = num_groups(args.vocab);
+void run_draw(Pool& pool, const DrawArgs& args, const IsaKernels& kernels, int64_t threads) {
+    const int64_t num_sums = kFloorTables * kFloorBuckets, groups = round_up(num_groups(args.vocab), kFloorGroup);
     const int64_t scratch = sizeof(double) * num_sums + sizeof(float) * (args.vocab + groups) + 3 * 64;
     if (threads <= 0 && args.rows * args.vocab < kOneThreadLogits) threads = 1;
     parallel_for(pool, args.rows, threads, [&](int64_t row, auto&) {
-        args.floor[row] = 0;
-        if (!args.has_top_k(row) && !args.has_top_p(row)) return;
         static thread_local Buffer buffer;
         Arena arena(buffer.get(scratch), scratch);
-        args.floor[row] = kernels.sampling_floor(
-            args, row, {arena.take<double>(num_sums), arena.take<float>(args.vocab), arena.take<float>(groups)});
+        auto* const sums = arena.take<double>(num_sums);
+        kernels.draw(args, row, {sums, arena.take<float>(args.vocab), arena.take<float>(groups)});
     });
 }
 

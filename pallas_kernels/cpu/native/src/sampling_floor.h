@@ -1,8 +1,8 @@
-// The least likely token that top_k and top_p keep in a row of logits.
+// The least likely token that top_k and top_p keep in a row of scaled logits.
 //
-// One pass of vectors over the row finds a lower bound of it: for top_k from the largest logit of each group of 32, for
-// top_p from the sum of all exponentials. Only the logits from the bound on are selected among, by their bits: a
-// histogram of the first 11 bits, then of the next 11 and the last 10 bits of those in the bucket with the threshold.
+// A lower bound of it is found first: for top_k from the largest logit of each group of 32, for top_p from the sum of all
+// exponentials. Only the logits from the bound on are selected among, by their bits: a histogram of the first 11 bits,
+// then of the next 11 and the last 10 bits of those in the bucket with the threshold.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -18,7 +18,29 @@ struct Logits {
     int64_t n;
 };
 
-// The order of floats as unsigned integers; -0 and 0 are equal. NaNs are above all other numbers, or below if negative.
+// A row of finite maximum. Its scaled logits are computed where they are needed, one group at a time.
+struct ScaledRow {
+    const float* logits;
+    int64_t n;
+    float largest, temperature, least;  // see DrawArgs; here `least` is no NaN
+
+    vf scaled(vf logit) const {
+        const vf x = div(sub(logit, set1(largest)), set1(temperature));
+        return select_in_range(x, x, set1(least), set1(kInf), set1(-kInf));
+    }
+    int group_size(int64_t g) const { return (int)std::min<int64_t>(n - g * kFloorGroup, kFloorGroup); }
+    // Sets `to` to the scaled logits of group g; behind the row they are -inf.
+    void load_group(int64_t g, float* to) const {
+        const float* from = logits + g * kFloorGroup;
+        if (const int size = group_size(g); size < kFloorGroup) {
+            std::fill(std::copy(from, from + size, to), to + kFloorGroup, -kInf);
+            from = to;
+        }
+        for (int i = 0; i < kFloorGroup; i += N) store(to + i, scaled(load(from + i)));
+    }
+};
+
+// The order of floats as unsigned integers; -0 and 0 are equal.
 INL uint32_t ordered_bits(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, 4);
@@ -48,19 +70,32 @@ struct Exponentials {
     double operator[](int i) const { return values[i]; }
 };
 
-static double sum_of_exponentials(Logits logits) {
+// The sum of n exponentials. chunk(first): the logits from `first` on, as many as are computed together.
+template <class Chunk>
+static double sum_of_exponentials(int64_t n, Chunk&& chunk) {
     constexpr int kLanes = 8;  // added independently, in an order that depends on n only
     double lanes[kLanes] = {}, sum = 0.0;
     Exponentials exps;
-    for (int64_t first = 0; first < logits.n; first += kFloorChunk) {
-        const int count = (int)std::min<int64_t>(logits.n - first, kFloorChunk);
-        exps.compute(logits.x + first, count);
+    for (int64_t first = 0; first < n; first += kFloorChunk) {
+        const int count = (int)std::min<int64_t>(n - first, kFloorChunk);
+        exps.compute(chunk(first), count);
         for (int i = count; i % kLanes; i++) exps.values[i] = 0.0f;
         for (int i = 0; i < count; i += kLanes)
             for (int lane = 0; lane < kLanes; lane++) lanes[lane] += exps.values[i + lane];
     }
     for (const double lane : lanes) sum += lane;
     return sum;
+}
+static double sum_of_exponentials(Logits logits) {
+    return sum_of_exponentials(logits.n, [&](int64_t first) { return logits.x + first; });
+}
+static double sum_of_exponentials(const ScaledRow& row) {
+    alignas(64) float chunk[kFloorChunk];
+    return sum_of_exponentials(row.n, [&](int64_t first) {
+        const int64_t g = first / kFloorGroup, end = std::min(g + kFloorChunk / kFloorGroup, num_groups(row.n));
+        for (int64_t i = g; i < end; i++) row.load_group(i, chunk + (i - g) * kFloorGroup);
+        return chunk;
+    });
 }
 
 // sums[b]: the sum over the logits whose bucket is b. Successive logits often share a bucket. They are added in several
@@ -85,7 +120,7 @@ static void add_up(Logits logits, int shift, typename Mass::Sum* sums) {
 // The ordered bits of the largest logit such that it and all above it add up to `needed`, more than 0; 0 if none does.
 // scratch.logits is overwritten; the logits may be there.
 template <class Mass>
-static uint32_t largest(Logits logits, double needed, const FloorScratch& scratch) {
+static uint32_t largest(Logits logits, double needed, const DrawScratch& scratch) {
     auto* const sums = reinterpret_cast<typename Mass::Sum*>(scratch.sums);
     double above = 0.0;
     uint32_t found = 0;
@@ -113,71 +148,50 @@ static uint32_t largest(Logits logits, double needed, const FloorScratch& scratc
     return found;
 }
 
-// Sets scratch.maxima to the maximum of each group of logits. With a NaN in the row: to one that is above all floats,
-// and returns true.
-static bool find_maxima(Logits row, const FloorScratch& scratch) {
-    bool has_nan = false;
-    for (int64_t g = 0, first = 0; first < row.n; g++, first += kFloorGroup) {
-        alignas(64) float padded[kFloorGroup];
-        const float* group = row.x + first;
-        if (row.n - first < kFloorGroup) {
-            std::fill(padded, padded + kFloorGroup, -INFINITY);
-            std::copy(group, row.x + row.n, padded);
-            group = padded;
-        }
-        vf largest = load(group);
-        has_nan |= any_differs(largest, largest);
-        for (int i = N; i < kFloorGroup; i += N) {
-            const vf x = load(group + i);
-            has_nan |= any_differs(x, x);
-            largest = max(largest, x);
-        }
-        scratch.maxima[g] = hmax(largest);
-    }
-    if (has_nan) std::fill(scratch.maxima, scratch.maxima + num_groups(row.n), float_of(UINT32_MAX));
-    return has_nan;
-}
-
-// The logits of a row from `bound` on, copied to scratch.logits. Groups whose maximum is below are not read.
-static Logits at_least(uint32_t bound, Logits row, const FloorScratch& scratch) {
+// The scaled logits of a row from `bound` on, copied to scratch.logits. Groups whose maximum is below are not read.
+static Logits at_least(uint32_t bound, const ScaledRow& row, const DrawScratch& scratch) {
+    alignas(64) float group[kFloorGroup];
     int64_t count = 0;
     for (int64_t g = 0; g < num_groups(row.n); g++) {
         if (ordered_bits(scratch.maxima[g]) < bound) continue;
-        for (int64_t i = g * kFloorGroup; i < std::min(row.n, (g + 1) * kFloorGroup); i++) {
-            const float logit = row.x[i];
-            scratch.logits[count] = logit;
-            count += ordered_bits(logit) >= bound;
+        row.load_group(g, group);
+        for (int i = 0; i < row.group_size(g); i++) {
+            scratch.logits[count] = group[i];
+            count += ordered_bits(group[i]) >= bound;
         }
     }
     return {scratch.logits, count};
 }
 
 // The ordered bits of the `keep`-th largest logit of a row. The `keep`-th largest maximum of a group is a lower bound.
-static uint32_t kth_largest(int64_t keep, Logits row, bool has_nan, const FloorScratch& scratch) {
-    if (has_nan || keep > num_groups(row.n)) return largest<Counts>(row, keep, scratch);
-    const uint32_t bound = largest<Counts>({scratch.maxima, num_groups(row.n)}, keep, scratch);
+static uint32_t kth_largest(int64_t keep, const ScaledRow& row, const DrawScratch& scratch) {
+    const Logits maxima{scratch.maxima, num_groups(row.n)};
+    const uint32_t bound = keep > maxima.n ? 0 : largest<Counts>(maxima, keep, scratch);
     return largest<Counts>(at_least(bound, row, scratch), keep, scratch);
 }
 
-// The ordered bits of the least likely token of a row that is kept; 0 if top_k and top_p keep all.
-static uint32_t sampling_floor(const FloorArgs& args, int64_t r, const FloorScratch& scratch) {
-    const Logits row{args.scaled + r * args.vocab, args.vocab};
-    const bool has_nan = find_maxima(row, scratch);
+// The ordered bits of the least likely token of row r that is kept; 0 if top_k and top_p keep all. scratch.maxima: the
+// largest scaled logit of each group.
+static uint32_t sampling_floor(const DrawArgs& args, int64_t r, const ScaledRow& row, const DrawScratch& scratch) {
     uint32_t kth = 0;
-    Logits kept = row;
-    double ties = 0.0;  // logits that equal the k-th but are not among the first k: kept, but they do not count
+    Logits kept{};
+    double sum = 0.0;
     if (args.has_top_k(r)) {
         const int64_t keep = args.top_k[r] + JATTN_MUTANT(top_k_off_by_one, 1, 0);
-        kth = kth_largest(keep, row, has_nan, scratch);
+        kth = kth_largest(keep, row, scratch);
         if (!args.has_top_p(r)) return kth;
         kept = at_least(kth, row, scratch);
-        ties = JATTN_MUTANT(top_p_of_all_ties, 0, kept.n - keep);
+        // Logits that equal the k-th but are not among the first k are kept, but they do not count.
+        const double ties = JATTN_MUTANT(top_p_of_all_ties, 0, kept.n - keep);
+        const float kth_logit = float_of(kth);
+        sum = sum_of_exponentials(kept) - (ties > 0 ? ties * sum_of_exponentials(Logits{&kth_logit, 1}) : 0.0);
+    } else if (args.has_top_p(r)) {
+        sum = sum_of_exponentials(row);
+    } else {
+        return 0;
     }
-    const float kth_logit = float_of(kth);
-    const double sum = sum_of_exponentials(kept) - (ties > 0 ? ties * sum_of_exponentials({&kth_logit, 1}) : 0.0);
     const double top_p = args.top_p[r], needed = top_p * sum;
-    if (needed <= 0.0) return largest<Counts>(kept, 1, scratch);
-    if (!(needed > 0.0)) return kth;  // NaN
+    if (!(needed > 0.0)) return ordered_bits(0.0f);  // that of the likeliest token
     if (!args.has_top_k(r)) {
         // All logits below it have less than half of what top_p leaves out: rounding does not matter.
         const double bound = std::log(0.5 * (1.0 - top_p) * sum / row.n);

@@ -47,7 +47,7 @@ struct IsaKernels {
                                Arena scratch);
     int latent_decode_rows;  // latent caches of 2 or 4 bytes a number: with more rows of q, the prefill kernel runs
     void (*write)(const WriteArgs&, int64_t token_begin, int64_t token_end);
-    uint32_t (*sampling_floor)(const FloorArgs&, int64_t row, const FloorScratch&);
+    void (*draw)(const DrawArgs&, int64_t row, const DrawScratch&);
     const ProductKernel* product[kNumFloats];  // of this dtype of x and w; nullptr where another ISA serves it
     const ProductKernel* packed[kNumFormats][kNumFloats];            // of this format of w and dtype of x
     const ProductKernel* packed_transposed[kNumTransposedFormats];  // of any dtype of x
