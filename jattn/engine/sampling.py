@@ -100,7 +100,7 @@ def choose(
         return Sampled(tokens=tokens, logprobs=zeros[:, 0], top_tokens=zeros.astype(jnp.int32), top_logprobs=zeros)
 
     branches = (
-        lambda: without_logprobs(_usable(logits, _first_largest(logits))),
+        lambda: without_logprobs(_usable(logits, _greedy(logits, map_rows))),
         lambda: without_logprobs(_usable(logits, _sample_on_devices(logits, rows, map_rows))),
         lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], map_rows),
     )
@@ -116,7 +116,9 @@ def _with_logprobs(
     values, top_tokens = of_rows(logits, None) if map_rows is None else map_rows(of_rows, logits, ())
     after = penalised(logits, penalties)
     tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0), lambda: _sample_on_devices(after, rows, map_rows), lambda: _first_largest(after)
+        jnp.any(rows.temperature > 0),
+        lambda: _sample_on_devices(after, rows, map_rows),
+        lambda: _greedy(after, map_rows),
     )
     largest = values[:, :1]
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
@@ -133,6 +135,13 @@ def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     with_nan = lambda x: largest(jnp.where(jnp.isnan(x), jnp.inf, x))
     usable = jnp.isfinite(jax.lax.platform_dependent(logits, cpu=with_nan, default=largest))
     return jnp.where(usable, tokens, BAD_TOKEN)
+
+
+def _greedy(logits: jax.Array, map_rows: MapRows | None) -> jax.Array:
+    """i32[R] the first of the largest of f32[R vocab]; any token for a row that has a NaN."""
+    if map_rows is not None or not _has_library():
+        return _first_largest(logits)
+    return jax.lax.platform_dependent(logits, cpu=ops.first_largest, default=_first_largest)
 
 
 def _first_largest(x: jax.Array) -> jax.Array:
@@ -181,8 +190,11 @@ def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
 
 def _has_native_draw() -> bool:
     """The C++ function serves the default device, and JAX's noise is the one that it computes."""
-    has_noise = all(getattr(jax.config, name) == value for name, value in NATIVE_NOISE.items())
-    return has_noise and device.detect().platform == "cpu" and library.status().available
+    return all(getattr(jax.config, name) == value for name, value in NATIVE_NOISE.items()) and _has_library()
+
+
+def _has_library() -> bool:
+    return device.detect().platform == "cpu" and library.status().available
 
 
 def _sample_by_call(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:

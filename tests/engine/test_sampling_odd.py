@@ -231,6 +231,15 @@ def test_on_a_cpu_one_call_draws_what_the_noise_of_xla_draws():
     assert len(set(native.ravel())) > 500, "draws that could not differ"
 
 
+@needs_library
+def test_greedy_rows_on_a_cpu_are_one_call_unless_the_vocabulary_is_distributed():
+    """A call on a part of the vocabulary would make XLA gather the rows."""
+    program = lambda map_rows: (
+        jax.jit(lambda x: sampling._greedy(x, map_rows)).lower(np.zeros((2, 64), np.float32)).compile().as_text()
+    )
+    assert "jattn_cpu_draw" in program(None) and "jattn_cpu_draw" not in program(lambda *args: args)
+
+
 def program_of_a_draw() -> str:
     rows = sampling_rows([SamplingParams(top_p=0.9)], [1], [0], [1], [()], 1)
     sample = lambda logits, rows: sampling._sample(logits, rows)  # JAX caches traces by function

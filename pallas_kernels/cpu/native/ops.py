@@ -281,6 +281,12 @@ def draw(
     return token, floor
 
 
+def first_largest(logits: jax.Array, *, isa: str = "auto", threads: int = 0) -> jax.Array:
+    """i32[R] the first of the largest of f32[R vocab]; 0 for a row with a NaN, or whose maximum is infinite."""
+    off, keys = jnp.zeros(len(logits), jnp.float32), jnp.zeros((len(logits), 2), jnp.uint32)
+    return draw(logits, off, off, off, off, keys, isa=isa, threads=threads)[0]
+
+
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:
     """jnp.full(shape, value), in 2 MiB OS pages where Linux grants them: fewer TLB misses."""
     return jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct(shape, value.dtype), vmap_method="sequential")(value)

@@ -191,6 +191,7 @@ def test_a_greedy_row_takes_the_first_of_the_largest(isa, temperature):
         x = np.round(np.random.default_rng(vocab).normal(size=(30, vocab)) * 2).astype(np.float32)
         tokens, floors = draw(x, 3, 0.5, temperature=temperature, isa=isa)
         np.testing.assert_array_equal(tokens, x.argmax(axis=1))
+        np.testing.assert_array_equal(ops.first_largest(jnp.asarray(x), isa=isa), tokens)
         assert not floors.any()
 
 
