@@ -264,17 +264,16 @@ def draw(
     isa: str = "auto",
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(token i32[R], floor u32[R]): a row's largest sum of scaled logit and jax.random.gumbel(key, [vocab], float32).
+    """(token i32[R], floor f32[R]): a row's largest sum of scaled logit and jax.random.gumbel(key, [vocab], float32).
 
     A scaled logit is the logit minus the maximum of its row, divided by the temperature. Tokens below min_p of the
     largest probability are not drawn; of the others the top_k most likely ones are, and of these the fewest that reach
     top_p of their sum. Ties are kept.
-    floor: the least scaled logit that top_k and top_p keep, as ordered bits (the bits of a float32 that is not negative
-    with the first one set, or all bits of another inverted); 0 if neither applies.
-    A row with a NaN, or whose maximum is infinite, gives 0 and 0. Both results depend on the row only.
+    floor: the least scaled logit that top_k and top_p keep; -inf if they keep all.
+    A row with a NaN, or whose maximum is infinite, gives 0 and -inf. Both results depend on the row only.
     """
     library.check_isa(isa)
-    shapes = [jax.ShapeDtypeStruct(logits.shape[:1], dtype) for dtype in (jnp.int32, jnp.uint32)]
+    shapes = [jax.ShapeDtypeStruct(logits.shape[:1], dtype) for dtype in (jnp.int32, jnp.float32)]
     rules = _floats(temperature), _ints(top_k), _floats(top_p), jnp.log(_floats(min_p))
     call = jax.ffi.ffi_call(library.DRAW, shapes, vmap_method="sequential")
     token, floor = call(logits, *rules, keys, isa=isa, threads=np.int32(threads))

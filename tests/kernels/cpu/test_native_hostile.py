@@ -175,11 +175,11 @@ BAD_DRAW = {
     "a scalar least": (dict(least=f32()), r"least is \[\] and must be \[3\]"),
     "keys of one word": (dict(keys=jnp.zeros((R, 1), jnp.uint32)), r"keys is \[3 1\] and must be \[3 2\]"),
     "few tokens": (dict(tokens=((R - 1,), "int32")), r"tokens is \[2\] and must be \[3\]"),
-    "few floors": (dict(floors=((R - 1,), "uint32")), r"floors is \[2\] and must be \[3\]"),
+    "few floors": (dict(floors=((R - 1,), "float32")), r"floors is \[2\] and must be \[3\]"),
     "a float top_k": (dict(top_k=f32(R)), "expected S32|dtype"),
     "signed keys": (dict(keys=i32(R, 2)), "expected U32|dtype"),
     "bf16 logits": (dict(logits=f32(R, 9).astype(jnp.bfloat16)), "expected F32|dtype"),
-    "signed floors": (dict(floors=((R,), "int32")), "expected U32|dtype"),
+    "floors of integers": (dict(floors=((R,), "uint32")), "expected F32|dtype"),
 }
 
 
@@ -188,7 +188,7 @@ def test_a_draw_refuses(why):
     changed, sentence = BAD_DRAW[why]
     arrays = dict(
         logits=f32(R, 9), temperature=f32(R), top_k=i32(R), top_p=f32(R), least=f32(R),
-        keys=jnp.zeros((R, 2), jnp.uint32), tokens=((R,), "int32"), floors=((R,), "uint32"),
+        keys=jnp.zeros((R, 2), jnp.uint32), tokens=((R,), "int32"), floors=((R,), "float32"),
     ) | changed  # fmt: skip
     results = [jax.ShapeDtypeStruct(*arrays.pop(name)) for name in ("tokens", "floors")]
     with pytest.raises(jax.errors.JaxRuntimeError, match=sentence):

@@ -15,7 +15,7 @@ class RandomDraw {
         logits_.make(args.rows * args.vocab, 0.0f, 4 * pick(0, 3));
         top_k_.make(args.rows, 0), top_p_.make(args.rows, 1.0f), temperature_.make(args.rows, 1.0f);
         least_.make(args.rows, -INFINITY), keys_.make(2 * args.rows, 0);
-        floors_.make(args.rows, 0x7f7f7f7fu), tokens_.make(args.rows, -1);
+        floors_.make(args.rows, NAN), tokens_.make(args.rows, -1);
         is_odd_ = pick(0, 3) == 0;
         for (int64_t row = 0; row < args.rows; row++) make_row(row);
         args.logits = logits_.get(), args.top_k = top_k_.get(), args.top_p = top_p_.get(), args.least = least_.get();
@@ -33,13 +33,14 @@ class RandomDraw {
             if (is_odd_ || !n) continue;
             const std::vector<float> x = scaled(row);
             if (!(args.temperature[row] > 0.0f)) {
-                if (args.floors[row] || token != std::max_element(x.begin(), x.end()) - x.begin()) return false;
+                const int64_t likeliest = std::max_element(x.begin(), x.end()) - x.begin();
+                if (args.floors[row] != -INFINITY || token != likeliest) return false;
                 continue;
             }
             const double p = args.top_p[row], step = args.has_top_p(row) ? 1e-6 * std::fabs(p) : 0.0;
             std::vector<float> sorted = x;
             std::sort(sorted.begin(), sorted.end(), std::greater<float>());
-            const auto is_kept = [&](float x) { return ordered(x) >= args.floors[row]; };
+            const auto is_kept = [&](float x) { return x >= args.floors[row]; };
             const int64_t kept = std::count_if(sorted.begin(), sorted.end(), is_kept);
             if (kept < num_kept(row, sorted, p - step) || kept > num_kept(row, sorted, p + step)) return false;
             double best = -INFINITY;
@@ -52,9 +53,9 @@ class RandomDraw {
 
    private:
     std::mt19937 rng_;
-    ExactBuffer<float> logits_, top_p_, temperature_, least_;
+    ExactBuffer<float> logits_, top_p_, temperature_, least_, floors_;
     ExactBuffer<int32_t> top_k_, tokens_;
-    ExactBuffer<uint32_t> keys_, floors_;
+    ExactBuffer<uint32_t> keys_;
     bool is_odd_;
 
     int pick(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng_); }
@@ -80,12 +81,6 @@ class RandomDraw {
         keys_[2 * row] = (uint32_t)rng_(), keys_[2 * row + 1] = (uint32_t)rng_();
         for (int64_t i = 0; is_odd_ && i < vocab; i++)
             if (const uint32_t bits = (uint32_t)rng_(); pick(0, 1)) std::memcpy(x + i, &bits, 4);
-    }
-    static uint32_t ordered(float x) {
-        uint32_t bits;
-        const float value = x == 0.0f ? 0.0f : x;
-        std::memcpy(&bits, &value, 4);
-        return std::signbit(value) ? ~bits : bits | 1u << 31;
     }
     std::vector<float> scaled(int64_t row) const {
         const float* begin = args.logits + row * args.vocab;

@@ -237,7 +237,7 @@ struct WriteBuffers {
 // The arguments of a draw. Returns the error of the first check that fails.
 inline std::string draw_args(const FloatBuffer& logits, const FloatBuffer& temperature, const Int32Buffer& top_k,
                              const FloatBuffer& top_p, const FloatBuffer& least, const Uint32Buffer& keys,
-                             const Int32Buffer& tokens, const Uint32Buffer& floors, DrawArgs& args) {
+                             const Int32Buffer& tokens, const FloatBuffer& floors, DrawArgs& args) {
     ArrayChecks checks;
     checks.rank("logits", logits, 2);
     if (!checks.error.empty()) return checks.error;

@@ -64,12 +64,12 @@ INL float noise_of(float u) {
 // The best token of the groups that were added.
 class RowDraw {
    public:
-    RowDraw(const ScaledRow& row, const uint32_t* key, uint32_t floor, const float* maxima)
+    RowDraw(const ScaledRow& row, const uint32_t* key, float floor, const float* maxima)
         : row_(row), key_(key), floor_(floor), maxima_(maxima) {}
     int32_t token = 0;
 
     void add_group(int64_t g) {
-        if (!(maxima_[g] >= best_ - most_noise_) || ordered_bits(maxima_[g]) < floor_) return;
+        if (!(maxima_[g] >= best_ - most_noise_) || maxima_[g] < floor_) return;
         // To win, a token needs -log(u) <= exp(scaled - best), and 1 - u is less than -log(u). 1e-5 is more than the
         // sums are rounded by.
         const double exponent = ((double)maxima_[g] - best_ + 1e-5) * 1.4426950408889634;
@@ -81,8 +81,7 @@ class RowDraw {
         if (!uniform_group(key_, first, below, uniform)) return;
         row_.load_group(g, scaled);
         for (int i = 0; i < row_.group_size(g); i++) {
-            if (uniform[i] <= below || ordered_bits(scaled[i]) < floor_) continue;
-            if (!(scaled[i] >= best_ - most_noise_)) continue;
+            if (uniform[i] <= below || scaled[i] < floor_ || !(scaled[i] >= best_ - most_noise_)) continue;
             const float sum = scaled[i] + noise_of(uniform[i] - 1.0f);
             const int32_t at = (int32_t)(g * kFloorGroup + i);
             if (sum < best_ || (sum == best_ && JATTN_MUTANT(likeliest_of_equal_sums, true, at > token))) continue;
@@ -94,7 +93,7 @@ class RowDraw {
     const float most_noise_ = JATTN_MUTANT(large_noise_ignored, 8.0f, 16.0f);
     const ScaledRow& row_;
     const uint32_t* key_;
-    uint32_t floor_;
+    float floor_;
     const float* maxima_;
     float best_ = -FLT_MAX;
 
@@ -133,14 +132,16 @@ static bool find_maxima(Logits row, float* maxima, float& largest) {
 // Row r of a draw. The token is 0 if the maximum of the row is not finite, or a logit is NaN.
 static void draw(const DrawArgs& args, int64_t r, const DrawScratch& scratch) {
     const Logits logits{args.logits + r * args.vocab, args.vocab};
-    args.tokens[r] = 0, args.floors[r] = 0;
+    args.tokens[r] = 0, args.floors[r] = -kInf;
     float largest;
     if (!find_maxima(logits, scratch.maxima, largest) || !std::isfinite(largest)) return;
     const int64_t groups = num_groups(args.vocab);
-    const int64_t likeliest = std::find(scratch.maxima, scratch.maxima + groups, largest) - scratch.maxima;
+    int64_t likeliest = 0;
+    while (scratch.maxima[likeliest] != largest) likeliest++;
     if (!(args.temperature[r] > 0.0f)) {
-        const float* first = logits.x + likeliest * kFloorGroup;
-        args.tokens[r] = (int32_t)(std::find(first, logits.x + logits.n, largest) - logits.x);
+        int64_t token = likeliest * kFloorGroup;
+        while (logits.x[token] != largest) token++;
+        args.tokens[r] = (int32_t)token;
         return;
     }
     const float least = args.least[r];

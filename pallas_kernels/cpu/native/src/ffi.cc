@@ -188,7 +188,7 @@ ffi::Error packed_expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuff
 // A token of each row, drawn by its rules.
 ffi::Error draw_call(ffi::ThreadPool pool, FloatBuffer logits, FloatBuffer temperature, Int32Buffer top_k,
                      FloatBuffer top_p, FloatBuffer least, Uint32Buffer keys, ffi::Result<Int32Buffer> tokens,
-                     ffi::Result<Uint32Buffer> floors, std::string_view isa, int32_t threads) {
+                     ffi::Result<FloatBuffer> floors, std::string_view isa, int32_t threads) {
     return catch_exceptions("draw", [&] {
         DrawArgs args;
         const std::string error = draw_args(logits, temperature, top_k, top_p, least, keys, *tokens, *floors, args);
@@ -288,7 +288,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
         .Ctx<ffi::ThreadPool>()
         .Arg<FloatBuffer>().Arg<FloatBuffer>().Arg<Int32Buffer>()     // logits, temperature, top_k
         .Arg<FloatBuffer>().Arg<FloatBuffer>().Arg<Uint32Buffer>()    // top_p, least, keys
-        .Ret<Int32Buffer>().Ret<Uint32Buffer>()
+        .Ret<Int32Buffer>().Ret<FloatBuffer>()                       // tokens, floors
         .Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

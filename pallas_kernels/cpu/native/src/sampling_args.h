@@ -20,7 +20,7 @@ struct DrawArgs {
     const float* least;        // [rows] tokens whose scaled logit is less are not drawn; -inf, or NaN: off
     const uint32_t* keys;      // [rows 2] of the noise
     int32_t* tokens;           // [rows]
-    uint32_t* floors;          // [rows] ordered bits of the least scaled logit that top_k and top_p keep
+    float* floors;             // [rows] the least scaled logit that top_k and top_p keep; -inf: they keep all
     int64_t rows, vocab;
     bool has_top_k(int64_t row) const { return top_k[row] > 0 && top_k[row] < vocab; }
     bool has_top_p(int64_t row) const { return top_p[row] < 1.0f; }

@@ -1,8 +1,8 @@
 // The least likely token that top_k and top_p keep in a row of scaled logits.
 //
-// A lower bound of it is found first: for top_k from the largest logit of each group of 32, for top_p from the sum of all
-// exponentials. Only the logits from the bound on are selected among, by their bits: a histogram of the first 11 bits,
-// then of the next 11 and the last 10 bits of those in the bucket with the threshold.
+// A lower bound of it is found first: for top_k from the largest logit of each group of 32, for top_p from the sum of
+// all exponentials. Only the logits from the bound on are selected among, by their bits: a histogram of the first 11
+// bits, then of the next 11 and the last 10 bits of those in the bucket with the threshold.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -47,7 +47,9 @@ INL uint32_t ordered_bits(float x) {
     if (bits == 0x80000000u) bits = 0;
     return bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
 }
+// 0, which is below the bits of every float, gives -inf.
 INL float float_of(uint32_t ordered) {
+    if (ordered == 0) return -kInf;
     const uint32_t bits = ordered >> 31 ? ordered ^ 0x80000000u : ~ordered;
     float x;
     __builtin_memcpy(&x, &bits, 4);
@@ -149,31 +151,31 @@ static uint32_t largest(Logits logits, double needed, const DrawScratch& scratch
 }
 
 // The scaled logits of a row from `bound` on, copied to scratch.logits. Groups whose maximum is below are not read.
-static Logits at_least(uint32_t bound, const ScaledRow& row, const DrawScratch& scratch) {
+static Logits at_least(float bound, const ScaledRow& row, const DrawScratch& scratch) {
     alignas(64) float group[kFloorGroup];
     int64_t count = 0;
     for (int64_t g = 0; g < num_groups(row.n); g++) {
-        if (ordered_bits(scratch.maxima[g]) < bound) continue;
+        if (scratch.maxima[g] < bound) continue;
         row.load_group(g, group);
-        for (int i = 0; i < row.group_size(g); i++) {
+        for (int i = 0, size = row.group_size(g); i < size; i++) {
             scratch.logits[count] = group[i];
-            count += ordered_bits(group[i]) >= bound;
+            count += group[i] >= bound;
         }
     }
     return {scratch.logits, count};
 }
 
-// The ordered bits of the `keep`-th largest logit of a row. The `keep`-th largest maximum of a group is a lower bound.
-static uint32_t kth_largest(int64_t keep, const ScaledRow& row, const DrawScratch& scratch) {
+// The `keep`-th largest logit of a row. The `keep`-th largest maximum of a group is a lower bound.
+static float kth_largest(int64_t keep, const ScaledRow& row, const DrawScratch& scratch) {
     const Logits maxima{scratch.maxima, num_groups(row.n)};
-    const uint32_t bound = keep > maxima.n ? 0 : largest<Counts>(maxima, keep, scratch);
-    return largest<Counts>(at_least(bound, row, scratch), keep, scratch);
+    const float bound = keep > maxima.n ? -kInf : float_of(largest<Counts>(maxima, keep, scratch));
+    return float_of(largest<Counts>(at_least(bound, row, scratch), keep, scratch));
 }
 
-// The ordered bits of the least likely token of row r that is kept; 0 if top_k and top_p keep all. scratch.maxima: the
-// largest scaled logit of each group.
-static uint32_t sampling_floor(const DrawArgs& args, int64_t r, const ScaledRow& row, const DrawScratch& scratch) {
-    uint32_t kth = 0;
+// The least scaled logit of row r that top_k and top_p keep; -inf if they keep all. scratch.maxima: the largest scaled
+// logit of each group.
+static float sampling_floor(const DrawArgs& args, int64_t r, const ScaledRow& row, const DrawScratch& scratch) {
+    float kth = -kInf;
     Logits kept{};
     double sum = 0.0;
     if (args.has_top_k(r)) {
@@ -183,21 +185,20 @@ static uint32_t sampling_floor(const DrawArgs& args, int64_t r, const ScaledRow&
         kept = at_least(kth, row, scratch);
         // Logits that equal the k-th but are not among the first k are kept, but they do not count.
         const double ties = JATTN_MUTANT(top_p_of_all_ties, 0, kept.n - keep);
-        const float kth_logit = float_of(kth);
-        sum = sum_of_exponentials(kept) - (ties > 0 ? ties * sum_of_exponentials(Logits{&kth_logit, 1}) : 0.0);
+        sum = sum_of_exponentials(kept) - (ties > 0 ? ties * sum_of_exponentials(Logits{&kth, 1}) : 0.0);
     } else if (args.has_top_p(r)) {
         sum = sum_of_exponentials(row);
     } else {
-        return 0;
+        return -kInf;
     }
     const double top_p = args.top_p[r], needed = top_p * sum;
-    if (!(needed > 0.0)) return ordered_bits(0.0f);  // that of the likeliest token
+    if (!(needed > 0.0)) return 0.0f;  // that of the likeliest token
     if (!args.has_top_k(r)) {
         // All logits below it have less than half of what top_p leaves out: rounding does not matter.
         const double bound = std::log(0.5 * (1.0 - top_p) * sum / row.n);
-        kept = at_least(ordered_bits((float)bound), row, scratch);
+        kept = at_least((float)bound, row, scratch);
     }
-    return std::max(kth, largest<Exponentials>(kept, needed, scratch));
+    return std::max(kth, float_of(largest<Exponentials>(kept, needed, scratch)));
 }
 
 }  // namespace JATTN_ISA
