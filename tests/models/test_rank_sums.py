@@ -15,7 +15,7 @@ from jattn.models import quantising, rank_sums
 from jattn.ops.quantised import plain, table_rows
 from jattn.ops.rank_launches import VMAPS_SINCE
 from pallas_kernels.gpu.rank_sum_sm90 import RankSum, sum_ranks
-from tests.kernels.gpu.test_layer_tail import lowered_on
+from tests.kernels.gpu.test_layer_tail_lowering import lowered_on
 from tests.models import examples
 from tests.models.test_model_mesh import FAMILIES, FURTHER, LATENT, logits_of, model_mesh, same
 

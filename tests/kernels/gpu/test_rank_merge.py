@@ -12,7 +12,7 @@ from pallas_kernels.gpu import rank_merge_sm90 as kernel
 from pallas_kernels.gpu.rank_merge_sm90 import RankMerge, exchange, merge_ranks
 from tests.kernels.gpu.ranks import Ranks
 from tests.kernels.gpu.simt import emulated
-from tests.kernels.gpu.test_layer_tail import lowered_on
+from tests.kernels.gpu.test_layer_tail_lowering import lowered_on
 
 NAMES = ("out", "lse", "received", "merges", "merged", "merged_lse")
 

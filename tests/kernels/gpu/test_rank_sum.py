@@ -11,7 +11,7 @@ from pallas_kernels.gpu import rank_sum_sm90 as kernel
 from pallas_kernels.gpu.rank_sum_sm90 import RankSum, exchange, sum_ranks
 from tests.kernels.gpu.ranks import Ranks
 from tests.kernels.gpu.simt import emulated
-from tests.kernels.gpu.test_layer_tail import lowered_on
+from tests.kernels.gpu.test_layer_tail_lowering import lowered_on
 
 NAMES = ("x", "received", "so_far", "total")
 
