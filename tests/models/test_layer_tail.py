@@ -48,7 +48,7 @@ SERVED = {
 }
 NAMES = ["llama", "llama, linear", "llama, dynamic", "llama, yarn", "llama, llama3", "mistral", "qwen2", "qwen3",
          "ministral", "ministral3", "ernie4_5", "hunyuan_v1_dense", "glm", "gemma", "granite", "seed_oss", "smollm3",
-         "gemma2", "gemma3_text", "olmo2", "exaone4", "glm4"]  # fmt: skip
+         "gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4", "glm4"]  # fmt: skip
 
 
 def config_of(family: str, **changes) -> models.ModelConfig:
