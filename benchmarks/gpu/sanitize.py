@@ -93,7 +93,7 @@ def tail(shape: tuple, in_pairs: bool, formula: tail_op.TailFormula = layer_tail
     a, x = (jax.random.normal(key, (8, n), jnp.bfloat16) for key, n in zip(keys, (heads, hidden), strict=True))
     config = tail_op.config_of(8, a.dtype, weights, scales, formula)
     found = layer_tail.chain(config, a, x, [(weights, scales)], formula)[0]
-    error = layer_tail.furthest(found, layer_tail.exactly(a, x, weights, scales, formula))
+    error = layer_tail.furthest(found, layer_tail.exactly(a, x, weights, scales, formula=formula))
     return dict(error=error, ok=config is not None and config.in_pairs == in_pairs and error < 3e-2)
 
 
@@ -152,7 +152,7 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
         found[name] = functools.partial(sampling.measure_floor, problem, top_k, top_p, timed=False)
     small = 1024, 1024, 2048, (1024, 256, 256)
     found["layer_tail"] = functools.partial(tail, small, in_pairs=False)
-    found["tail_norms_after"] = functools.partial(tail, small, in_pairs=False, formula=layer_tail.GEMMA)
+    found["tail_norms_after"] = functools.partial(tail, small, in_pairs=False, formula=layer_tail.NORMS_AFTER)
     return found | {"tail_pairs": functools.partial(tail, (2048, 512, 1792, (512, 128, 128)), in_pairs=True)}
 
 
