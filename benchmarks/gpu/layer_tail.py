@@ -58,7 +58,7 @@ BIASED = {"qwen2.5_3b": (3,), "qwen2.5_7b": (3,), "granite_3b_code": (0, 1, 2, 3
 def layer(shape: tuple, seed: int, formula: op.TailFormula = FORMULA) -> tuple:
     """(weights, scales)"""
     hidden, heads, wide, following = shape
-    keys = iter(jax.random.split(jax.random.key(seed), 9))
+    keys = iter(jax.random.split(jax.random.key(seed), 11))
 
     def normal(rows: int, columns: int) -> jax.Array:
         return (jax.random.normal(next(keys), (rows, columns)) * rows**-0.5).astype(jnp.bfloat16)
