@@ -22,10 +22,12 @@ BF16, ROW = ml_dtypes.bfloat16, 3
 
 @contextlib.contextmanager
 def alone(machine):
-    """On the PTX model, in which no CTA waits for another."""
+    """On the PTX model, in which no CTA waits for another, and each rank has the sums of this one."""
+    summed = lambda cfg, product, share, refs, cta, fours: [[cfg.ranks * y for y in four] for four in fours]
     with (
         emulated(kernel, machine), mock.patch.object(kernel.pairs, "number", lambda _: np.int32(0)),
         mock.patch.object(kernel.arrivals, "one_thread_waits", lambda *_: None),
+        mock.patch.object(kernel.ranks, "sum_over_ranks", summed),
     ):  # fmt: skip
         yield
 
@@ -37,7 +39,7 @@ def alone(machine):
         (1024, 0, {}),
         (896, 0, dict(factors=(0.22, 1.5))),
         (1024, 1, {}),
-        (2048, 1, dict(factors=(1.5, 0.22), one_plus=(True, False))),
+        (2048, 1, dict(factors=(1.5, 0.22), one_plus=(True, False), ranks=4)),
         (1152, 0, dict(after_eps=(1e-5, 0.3), after_one_plus=(True, False), one_plus=(False, True))),
         (896, 1, dict(eps=(None, None), after_eps=(1e-2, 1e-5), factors=(0.5, 1.0))),
         (1024, 0, dict(eps=(None, 1e-5), after_eps=(None, 1e-5))),
@@ -66,7 +68,8 @@ def test_a_row_gets_its_sums_and_gives_the_norms_tokens_and_squares(product, hid
             row, number = (np.full(THREADS, n, np.int32) for n in (ROW, share))
             kernel._add_residual(cfg, product, refs, memory.parts, row, number)
     exact = lambda array: array.astype(np.float64)
-    added = exact(exact(parts).reshape(splits, 8, hidden).sum(0)[ROW].astype(BF16)) + biased * exact(bias)
+    added = exact(exact(parts).reshape(splits, 8, hidden).sum(0)[ROW].astype(BF16))
+    added = cfg.ranks * added + biased * exact(bias)
     if (eps := cfg.after_eps[norm]) is not None:
         added *= (exact(after) + cfg.after_one_plus[norm]) / np.sqrt((added**2).mean() + eps)
         added = exact(added.astype(BF16))
