@@ -18,7 +18,7 @@ from jattn.nn.norm import Norm
 from jattn.ops.many_rows import GATES
 from jattn.ops.product import is_partitioned, products
 from pallas_kernels.gpu.layer_tail_arrivals_sm90 import WORDS
-from pallas_kernels.gpu.layer_tail_config import LayerTailConfig, TailAttention, choose
+from pallas_kernels.gpu.layer_tail_config import KEPT_SUMS, LayerTailConfig, TailAttention, choose
 from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange
 from pallas_kernels.gpu.layer_tail_sm90 import layer_tail as launch
 
@@ -72,13 +72,14 @@ def config_of(
     eps = lambda norms: tuple(None if norm is None else norm.eps for norm in norms)
     one_plus = lambda norms: tuple(norm is not None and norm.one_plus for norm in norms)
     sharing = (ranks, *(kv_ranks,) * (len(following) - 1))
-    return choose(
+    config = choose(
         tokens, o.shape[1], o.shape[0] // ranks, gate.shape[1] // ranks,
         tuple(w.shape[1] // count for w, count in zip(following, sharing, strict=False)), processors, attention,
         ranks=ranks,
         eps=eps(pair), one_plus=one_plus(pair), after_eps=eps(formula.after), after_one_plus=one_plus(formula.after),
         activation=formula.activation, factors=formula.factors,
     )  # fmt: skip
+    return None if config is not None and config.sums > KEPT_SUMS and not device.keeps_registers() else config
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

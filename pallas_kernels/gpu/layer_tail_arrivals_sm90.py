@@ -40,7 +40,8 @@ def attended(kv_head):
 def groups(cfg: LayerTailConfig, i: int) -> int:
     """Groups of product i's columns: those that different CTAs read next, if they are whole strips."""
     readers = cfg.products[i + 1].splits if cfg.products[i].gated else cfg.shares
-    return readers if cfg.products[i].strips % readers == 0 and readers <= _GROUPS else 1
+    is_whole = cfg.products[i].has_whole_strips and cfg.products[i].strips % readers == 0
+    return readers if is_whole and readers <= _GROUPS else 1
 
 
 def stored_for(cfg: LayerTailConfig, i: int, reader):

@@ -13,7 +13,7 @@ _WGMMA = plgpu.Layout.WGMMA
 
 
 def of_columns(cfg: LayerTailConfig, bias, first_column):
-    """f32 (64 columns, T8 tokens): the bias of each column."""
+    """f32 (64 columns, T8 tokens): the bias of gate or up for each column."""
     shape = (PIECE, cfg.rows8)
 
     @plgpu.inline_mgpu(
@@ -22,7 +22,9 @@ def of_columns(cfg: LayerTailConfig, bias, first_column):
     def load(ctx, bias, first_column):
         g, _, _, warp = ptx.lane_position()
         column = ptx.add(ptx.scalar_value(first_column), ptx.mul(warp, 16), g)
-        numbers = [of_column(bias, ptx.add(column, ptx.i32(8 * second))) for second in range(2)]
+        last = ptx.i32(cfg.products[1].widths[0] - 1)  # a strip may go on after it
+        columns = [arith.minsi(ptx.add(column, ptx.i32(8 * second)), last) for second in range(2)]
+        numbers = [of_column(bias, column) for column in columns]
         fragment = rows.empty_fragment(shape, _WGMMA)
         seconds = [second for second, _ in rows.pair_places(fragment)]
         rows.fill(fragment, lambda i: [numbers[seconds[i]]] * 2)

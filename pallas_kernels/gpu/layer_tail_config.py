@@ -19,7 +19,9 @@ PARTS = 16  # of a unit's keys, at most
 KV_HEADS = 64  # with a counter
 ATTENDING_ROWS = 8  # tokens, at most, whose attention a launch computes
 SHARES = 4  # of a token's columns, each added up by a CTA, at most
-SUMS = 160  # floats of a thread's accumulators, at most
+SUMS, KEPT_SUMS = 192, 160  # floats of a thread's accumulators, at most; where warpgroups cannot move registers
+WIDE_PIECES, WIDE_SUMS = 6, 121  # tiles of so many pieces and sums or more spill with 168 registers a thread
+COMPUTING_REGISTERS, LOADING_REGISTERS = 240, 104  # of a thread, with such tiles
 PAIR = 3.0  # microseconds that a pair of CTAs must save: it exchanges sums, and takes a stage of the ring for them
 READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the memory, the L2 cache, one SM
 
@@ -28,7 +30,8 @@ READ_RATE, L2_RATE, SM_RATE = 4.4e6, 5.5e6, 50e3  # bytes a microsecond: of the 
 class ChainProduct:
     """y = x w of the chain. A strip is `pieces` * 64 columns of w; `splits` CTAs share the inner dimension of each.
 
-    The gated product has one split, or two: then a pair of CTAs shares each strip (layer_tail_pairs_sm90.py).
+    The gated product has one split, or two: then a pair of CTAs shares each strip (layer_tail_pairs_sm90.py). Its last
+    strip may have columns past the end of the weights, which are read as zeros.
     """
 
     inner: int
@@ -48,7 +51,11 @@ class ChainProduct:
 
     @property
     def strips(self) -> int:
-        return self.width // self.columns
+        return -(-self.width // self.columns)
+
+    @property
+    def has_whole_strips(self) -> bool:
+        return self.width % self.columns == 0
 
     @property
     def is_paired(self) -> bool:
@@ -166,6 +173,16 @@ class LayerTailConfig:
         return SCRATCH + (0 if self.attention is None else self.attention.state_floats)
 
     @property
+    def sums(self) -> int:
+        """Floats of a thread's accumulators."""
+        return max(p.pieces for p in self.products) * self.rows8 // 2
+
+    @property
+    def moves_registers(self) -> bool:
+        """Do the warpgroups that load give registers to the one that computes?"""
+        return max(p.pieces for p in self.products) >= WIDE_PIECES and self.sums >= WIDE_SUMS
+
+    @property
     def in_pairs(self) -> bool:
         """Are CTAs launched in clusters of two, numbers 2 i and 2 i + 1?"""
         return any(p.is_paired for p in self.products)
@@ -205,7 +222,8 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
     for p in c.products:
         refuse(any(w % PIECE or not w for w in p.widths), f"widths {p.widths}: wanted multiples of {PIECE}")
         refuse(p.inner % (BLOCK * p.splits) != 0, f"inner {p.inner}: wanted a multiple of {BLOCK * p.splits}")
-        refuse(p.width % p.columns != 0, f"widths {p.widths}: wanted a sum that is a multiple of {p.columns}")
+        partial = not p.gated and not p.has_whole_strips
+        refuse(partial, f"widths {p.widths}: wanted a sum that is a multiple of {p.columns}")
         refuse(p.units > c.ctas, f"{p.units} units of {p.widths}: there are {c.ctas} CTAs")
         pair = p.splits == 2 and p.pieces == 2 and c.ctas % 2 == 0
         refuse(
@@ -213,7 +231,7 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
             f"a gated product of {p.pieces} pieces shared by {p.splits} of {c.ctas} CTAs: wanted 2 pieces shared by 2 "
             "of an even number",
         )
-        halves = p.gated and (p.pieces % 2 > 0 or any(w % (p.pieces // 2 * PIECE) for w in p.widths))
+        halves = p.gated and p.pieces % 2 > 0
         refuse(halves, f"{p.pieces} pieces of the gated {p.widths}: wanted strips of equal parts of both")
         needed = p.together * p.pieces
         refuse(needed > c.slots, f"{needed} blocks of {p.widths} multiplied together: shared memory has {c.slots}")
@@ -282,15 +300,16 @@ def _ring_sizes(rows8: int, attention: TailAttention | None) -> tuple[int, int]:
 
 def _ways(product: ChainProduct, rows8: int, ctas: int, slots: int):
     for pieces in (1, 2, 3, 4, 5, 6, 8):
-        if (product.gated and pieces % 2) or pieces * rows8 // 2 > SUMS or product.width % (pieces * PIECE):
+        if (product.gated and pieces % 2) or pieces * rows8 // 2 > SUMS:
+            continue
+        if product.width % (pieces * PIECE) and not product.gated:
             continue
         for splits in ((1, 2) if pieces == 2 and ctas % 2 == 0 else (1,)) if product.gated else range(1, 9):
             if not product.gated and pieces * rows8 > 128:
                 continue
             if product.inner % (splits * BLOCK) == 0:
                 tiled = dataclasses.replace(product, pieces=pieces, splits=splits)
-                halves = product.gated and any(w % (pieces // 2 * PIECE) for w in tiled.widths)
-                if tiled.units <= ctas and tiled.together * pieces <= slots and not halves:
+                if tiled.units <= ctas and tiled.together * pieces <= slots:
                     yield tiled
 
 

@@ -46,7 +46,16 @@ from pallas_kernels.gpu import tail_attention_sm90 as tail_attention
 from pallas_kernels.gpu import tail_sums_sm90 as tail_sums
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.gates import gated
-from pallas_kernels.gpu.layer_tail_config import BLOCK, PIECE, SHARES, THREADS, LayerTailConfig, supports
+from pallas_kernels.gpu.layer_tail_config import (
+    BLOCK,
+    COMPUTING_REGISTERS,
+    LOADING_REGISTERS,
+    PIECE,
+    SHARES,
+    THREADS,
+    LayerTailConfig,
+    supports,
+)
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
 from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed, plus
 
@@ -70,7 +79,7 @@ class _Refs:
     x2: object  # GMEM [T, W]
     n1: object  # GMEM [T8, W]
     n2: object  # GMEM [T8, W]
-    h: object  # GMEM [T8, mlp width]
+    h: object  # GMEM [T8, columns of all strips]
     squares: tuple  # for each norm, GMEM f32[T8, SHARES]: sums of squares of each share of a token's columns
     parts: tuple  # for each product but the gated, GMEM f32[splits * T8, width]
     exchange: tuple  # with several ranks: see layer_tail_ranks_sm90.exchange
@@ -126,7 +135,7 @@ def layer_tail(a, x, weights, norms, counters, config: LayerTailConfig, keys=(),
     summed = [p for p in c.products if not p.gated]
     # x2 and `out` have T rows: XLA keeps two launches with a slice between them out of a CUDA graph.
     out_type = [shape(c.hidden, height=c.rows if i == 1 else c.rows8) for i in range(4)] + [
-        shape(c.products[1].widths[0])
+        shape(c.products[1].strips * c.products[1].columns // 2)
     ]
     out_type += [shape(SHARES, jnp.float32)] * 2
     out_type += [shape(p.width, jnp.float32, p.splits * c.rows8) for p in summed]
@@ -183,7 +192,9 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
         refs = dataclasses.replace(given, **own)
         wg = lax.axis_index("wg")
         _start(cfg, refs)
-        lax.switch(wg, [lambda: _compute(cfg, refs), lambda: _load_weights(cfg, refs), lambda: _load_tokens(cfg, refs)])
+        run = lambda role, registers: lambda: _with_registers(cfg, registers, functools.partial(role, cfg, refs))
+        loading = [run(role, LOADING_REGISTERS) for role in (_load_weights, _load_tokens)]
+        lax.switch(wg, [run(_compute, COMPUTING_REGISTERS), *loading])
 
     w_tile = plgpu.SMEM((cfg.slots, *_WEIGHT_BLOCK), DTYPE, transforms=block_transforms(_WEIGHT_BLOCK))
     x_tile = plgpu.SMEM((cfg.token_stages, cfg.rows8, BLOCK), DTYPE, transforms=block_transforms((cfg.rows8, BLOCK)))
@@ -191,6 +202,13 @@ def _kernel(cfg: LayerTailConfig, given: _Refs):
     shared = [w_tile, x_tile, plgpu.SMEM((cfg.scratch_floats,), jnp.float32), barriers]
     shared += [plgpu.SMEM((pairs.received_floats(cfg),), jnp.float32)] if cfg.in_pairs else []
     pl.run_scoped(roles, *shared, collective_axes="wg")
+
+
+def _with_registers(cfg: LayerTailConfig, registers: int, role):
+    """role() of a warpgroup, with so many registers a thread if the config moves some."""
+    if cfg.moves_registers:
+        plgpu.set_max_registers(registers, action="increase" if registers == COMPUTING_REGISTERS else "decrease")
+    role()
 
 
 def _start(cfg: LayerTailConfig, refs: _Refs):

@@ -100,7 +100,9 @@ def hopper(monkeypatch):
 
 def on_chip(monkeypatch, generation="sm_90", processors=132):
     decoder._jitted_forward.clear_cache()
-    chip = types.SimpleNamespace(detect=lambda: Chip("gpu", generation), processors=lambda: processors)
+    chip = types.SimpleNamespace(
+        detect=lambda: Chip("gpu", generation), processors=lambda: processors, keeps_registers=lambda: True
+    )  # fmt: skip
     monkeypatch.setattr(op, "device", chip)
 
 
@@ -199,6 +201,16 @@ def test_options_that_are_not_taken(hopper):
 def test_names_of_activations_that_are_taken(name, hopper):
     (*_, found) = configs(config_of("llama", hidden_act=name)) or [None]
     assert found is not None and found.activation == ("silu" if name == "swish" else "gelu_tanh")
+
+
+def test_wide_tiles_of_many_rows_need_registers_that_nvjitlink_does_not_move(hopper, monkeypatch):
+    """Of Qwen 2.5 7B."""
+    sizes = dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4, head_dim=128)
+    config = config_of("qwen2", **sizes)
+    assert {c.products[1].strips for c in configs(config, 64)} == {99} and configs(config, 64)[0].moves_registers
+    assert not any(c.moves_registers for c in configs(config_of("llama"), 64))
+    monkeypatch.setattr(op.device, "keeps_registers", lambda: False)
+    assert not configs(config, 64) and configs(config, 48)
 
 
 @pytest.mark.slow
