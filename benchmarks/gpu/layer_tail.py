@@ -155,7 +155,7 @@ def measure(name: str, rows: int) -> dict:
 def jobs_of():
     for name in SHAPES:
         for rows in ROWS:
-            names = dict(part="layer_tail", case=name, rows=rows)
+            names = dict(part="layer_tail", case=f"{name}_{rows}", rows=rows)
             yield names, functools.partial(measure, name, rows)
 
 

@@ -496,7 +496,8 @@ SIMULATED = [
     ("Llama 1B", 1, 132), ("Llama 1B", 33, 132), ("Llama 1B", 64, 114), ("Llama 8B", 8, 78), ("Llama 7B", 57, 132),
     ("Llama 70B, one of 8", 16, 114), ("Qwen3 0.6B", 32, 132), ("hidden 896", 5, 132), ("small", 57, 132),
     ("the last layer", 40, 132), ("Llama 8B, one of 4", 33, 132), ("Llama 8B, one of 8", 2, 114),
-    ("Qwen2.5 7B", 5, 132), ("Gemma 2 9B", 1, 132), ("Gemma 2 9B, one of 4", 17, 132), ("OLMo 2 7B", 64, 114), ("OLMo 2 7B, one of 4", 3, 132),
+    ("Qwen2.5 7B", 5, 132), ("Gemma 2 9B", 1, 132), ("Gemma 2 9B, one of 4", 17, 132), ("OLMo 2 7B", 64, 114),
+    ("OLMo 2 7B, one of 4", 3, 132),
 ]  # fmt: skip
 
 
