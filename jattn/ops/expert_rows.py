@@ -23,7 +23,7 @@ class ExpertRows(NamedTuple):
     row: jax.Array  # i32[choices]: the row of each choice; the number of rows: its expert is not among these
     expert: jax.Array  # i32[rows]: the expert of the choice in each row; 0 in padding, whichever expert's
     sizes: jax.Array  # i32[experts]: rows of each expert, with padding
-    tiles: jax.Array | None = None  # i32[1 + rows / multiple, 3]: as of expert_product_sm90.py, if they are known
+    tiles: jax.Array | None = None  # i32[1 + rows / multiple, 3]: see expert_product_sm90.py; None: not computed
 
 
 def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
@@ -34,7 +34,7 @@ def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
 
 
 def arrange_in_steps(expert: jax.Array, experts: int, multiple: int) -> ExpertRows:
-    """The same by XLA."""
+    """`arrange` by XLA."""
     count = expert.shape[0]
     rank, sizes = _ranks(expert, experts)
     padded = -(-sizes // multiple) * multiple
@@ -47,7 +47,7 @@ def arrange_in_steps(expert: jax.Array, experts: int, multiple: int) -> ExpertRo
 
 
 def _by_kernel(expert: jax.Array, experts: int, multiple: int) -> ExpertRows:
-    """The same in one launch. Under vmap it is called once per element."""
+    """`arrange` in one launch. Under vmap it is called once per element."""
     rows = padded_count(expert.shape[0], experts, multiple)
     launch = functools.partial(kernel.arrange, experts=experts, multiple=multiple, rows=rows)
     *found, tiles = jax.custom_batching.sequential_vmap(lambda expert: launch(expert))(expert)

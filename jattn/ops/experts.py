@@ -54,7 +54,7 @@ def expert_product(
     """[N, out]: x [N, in], in the order of its rows' experts, times kernel [experts, in, out]; in the dtype of x.
 
     sizes i32[experts]: rows of each expert, all of them multiples of `multiple`. Rows beyond their sum are undefined.
-    tiles: as of ExpertRows; None: made from the sizes where they are needed.
+    tiles: those of ExpertRows; None: made from the sizes where they are needed.
     """
     _check_sizes(sizes, kernel)
     if not x.shape[0]:  # the others have no tile then

@@ -1,14 +1,15 @@
 """The rows of each expert together and padded, from the experts that few tokens chose: one CTA.
 
-XLA takes about ten launches for it, of which each waits for the one before: 15 us a layer.
+XLA needs about ten launches for it, each of which waits for the one before: 15 us a layer.
 
-    1  a warp has 32 choices, a group; the lanes of one expert count each other
-    2  of each expert: the choices in the groups before each group, and its tiles
-    3  of each expert: the tiles of the experts before it
-    4  the row of each choice: those of the experts before, of the groups before, and of the lanes before
+    1  a warp has a group of 32 choices; the lanes whose choices are of one expert count one another
+    2  for each expert: its choices before each group, and the number of its tiles
+    3  for each expert: the number of tiles of the experts before it
+    4  the row of each choice, after the rows of the experts, the groups and the lanes before it
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -33,7 +34,7 @@ _LOAD_SHARED = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.share
 
 
 def serves(choices: int, experts: int) -> bool:
-    """Is there room in shared memory for the choices of each expert in each group?"""
+    """Whether shared memory has room for a count of each expert in each group."""
     return choices > 0 and experts <= MOST_EXPERTS and cdiv(choices, GROUP) * experts <= MOST_COUNTS
 
 
@@ -42,9 +43,10 @@ def arrange(expert: jax.Array, experts: int, multiple: int, rows: int) -> tuple[
     """(choice i32[rows], row i32[choices], expert i32[rows], sizes i32[experts], tiles i32[1 + rows / multiple, 3]).
 
     expert i32[choices]: from 0 to `experts`, which is none of them. The rows of an expert lie together, in the order of
-    the choices, padded to a multiple; then the next expert's. choice, expert: of each row; 0 in padding. row: of each
-    choice; `rows`: its expert is none of these. tiles: how many tiles of `multiple` rows are used; then of each its
-    expert, the expert's first tile and the number of its tiles; 0 of those that are not used.
+    the choices, padded to a multiple; then the next expert's. The results: choice and expert of each row, 0 in padding;
+    row of each choice, `rows` if its expert is none of these; tiles: how many tiles of `multiple` rows are used, three
+    times, then for each tile its expert, the first tile of that expert and the number of its tiles, or zeros if it is
+    not used.
     """
     choices, tiles = expert.shape[0], rows // multiple
 
@@ -61,7 +63,8 @@ def arrange(expert: jax.Array, experts: int, multiple: int, rows: int) -> tuple[
 
 
 def shared_words(choices: int, experts: int) -> tuple[int, ...]:
-    """The choices of each expert in each group, then in those before; the tiles of each expert, then those before."""
+    """Words for: the choices of each expert in each group, replaced by those in the groups before; the tiles of each
+    expert, up to a multiple of 4 experts; the tiles of the experts before each."""
     return cdiv(choices, GROUP) * experts, cdiv(experts, 4) * 4, experts
 
 
@@ -84,9 +87,9 @@ def _arrange(experts: int, multiple: int, sizes, gmem, smem, thread):
     chosen, choice, row, expert, padded, tiles = gmem
     counts, of_experts, first = smem
     for target, size in ((choice, rows), (expert, rows), (tiles, sizes[5])):
-        _clear(target, size, thread, _place, _STORE)
+        _clear(target, size, thread, _store)
     for target, size in ((counts, groups * experts), (of_experts, cdiv(experts, 4) * 4)):
-        _clear(target, size, thread, _shared_place, _STORE_SHARED)
+        _clear(target, size, thread, _store_shared)
     _barrier()
     own = [_count_group(experts, choices, chosen, counts, thread, turn) for turn in range(cdiv(groups, WARPS))]
     _barrier()
@@ -95,36 +98,45 @@ def _arrange(experts: int, multiple: int, sizes, gmem, smem, thread):
         there = ptx.bool_to_i32(ptx.less(number, ptx.i32(experts)))
         total = _counts_before(experts, groups, _shared_place(counts, number), there)
         used = arith.divui(ptx.add(total, ptx.i32(multiple - 1)), ptx.i32(multiple))
-        ptx.asm(_STORE_SHARED, "r,r,r", _shared_place(of_experts, number), there, used)
-        ptx.asm(_STORE, "l,r,r", _place(padded, number), there, ptx.mul(used, multiple))
+        _store_shared(of_experts, number, there, used)
+        _store(padded, number, there, ptx.mul(used, multiple))
     _barrier()
     for number in numbers:
         before, every = _tiles_before(experts, of_experts, number)
         there = ptx.bool_to_i32(ptx.less(number, ptx.i32(experts)))
-        ptx.asm(_STORE_SHARED, "r,r,r", _shared_place(first, number), there, before)
+        _store_shared(first, number, there, before)
         is_first = ptx.bool_to_i32(ptx.equal(number, ptx.i32(0)))
         for i in range(3):
-            ptx.asm(_STORE, "l,r,r", _place(tiles, ptx.i32(i)), is_first, every)
+            _store(tiles, ptx.i32(i), is_first, every)
     _barrier()
     for each in own:
-        _store_choice(multiple, rows, each, (choice, row, expert, tiles), (counts, of_experts, first))
+        _store_choice(multiple, rows, each, (choice, row, expert, tiles), (of_experts, first))
 
 
-def _clear(target, size: int, thread, place, text: str):
-    """Zeros to all words."""
+def _clear(target, size: int, thread, store):
+    """Zeros to all words. store: _store or _store_shared."""
 
     def turn(i, carry):
         number = ptx.add(ptx.mul(i, THREADS), thread)
-        there = ptx.bool_to_i32(ptx.less(number, ptx.i32(size)))
-        ptx.asm(text, f"{'l' if text is _STORE else 'r'},r,r", place(target, number), there, ptx.i32(0))
+        store(target, number, ptx.bool_to_i32(ptx.less(number, ptx.i32(size))), ptx.i32(0))
         return carry
 
     control.loop(ptx.i32(cdiv(size, THREADS)), ptx.i32(0), turn)
 
 
-def _count_group(experts: int, choices: int, chosen, counts, thread, turn: int) -> tuple:
-    """(number, is there such a choice, its expert, has it one of these, of the group: where its count is, lanes of its
-    expert before) of the thread's choice in a turn. Stores how often each expert has been chosen in the group."""
+class _Choice(NamedTuple):
+    """A thread's choice in one turn, of which each warp has a group. i32 each."""
+
+    number: object
+    there: object  # 1 if there is such a choice
+    expert: object
+    kept: object  # 1 if its expert is one of these
+    count_at: object  # the address of the expert's count in the group
+    before: object  # choices of the same expert in the lanes before, of the group
+
+
+def _count_group(experts: int, choices: int, chosen, counts, thread, turn: int) -> _Choice:
+    """The thread's choice. Stores how often each expert has been chosen in the group."""
     lane, group = arith.remui(thread, ptx.i32(32)), ptx.add(arith.divui(thread, ptx.i32(32)), ptx.i32(turn * WARPS))
     number = ptx.add(ptx.mul(group, GROUP), lane)
     there = ptx.bool_to_i32(ptx.less(number, ptx.i32(choices)))
@@ -134,10 +146,10 @@ def _count_group(experts: int, choices: int, chosen, counts, thread, turn: int) 
     ones = lambda word: ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
     lower_lanes = arith.subi(arith.shli(ptx.i32(1), lane), ptx.i32(1))
     before = ones(arith.andi(alike, lower_lanes))
-    at = _shared_place(counts, ptx.add(ptx.mul(group, experts), expert))
+    at = ptx.add(ptx.mul(group, experts), expert)
     is_first = arith.andi(kept, ptx.bool_to_i32(ptx.equal(before, ptx.i32(0))))
-    ptx.asm(_STORE_SHARED, "r,r,r", at, is_first, ones(alike))
-    return number, there, expert, kept, at, before
+    _store_shared(counts, at, is_first, ones(alike))
+    return _Choice(number, there, expert, kept, _shared_place(counts, at), before)
 
 
 def _counts_before(experts: int, groups: int, at, there):
@@ -153,7 +165,7 @@ def _counts_before(experts: int, groups: int, at, there):
 
 
 def _tiles_before(experts: int, of_experts, number) -> tuple:
-    """(tiles of the experts before this one, of all)"""
+    """(number of tiles of the experts before this one, number of tiles of all)"""
 
     def turn(i, sums):
         before, every = sums
@@ -168,24 +180,34 @@ def _tiles_before(experts: int, of_experts, number) -> tuple:
     return control.loop(ptx.i32(cdiv(experts, 4)), (ptx.i32(0), ptx.i32(0)), turn)
 
 
-def _store_choice(multiple: int, rows: int, own: tuple, gmem, smem):
-    """The row of a choice; what is in the row; and its tile, if it is the tile's first."""
-    number, there, expert, kept, at, in_group = own
+def _store_choice(multiple: int, rows: int, own: _Choice, gmem, smem):
+    """Stores the row of a choice, what is in that row, and the row's tile if the row is the tile's first."""
+    expert, kept = own.expert, own.kept
     choice, row, expert_of_row, tiles = gmem
-    _, of_experts, first = smem
+    of_experts, first = smem
     load = lambda place: ptx.asm_value(_LOAD_SHARED, "=&r,r,r", place, kept)
     of_expert = lambda ref: load(_shared_place(ref, expert))
-    rank, first_tile, count = ptx.add(load(at), in_group), of_expert(first), of_expert(of_experts)
+    rank, first_tile, count = ptx.add(load(own.count_at), own.before), of_expert(first), of_expert(of_experts)
     found = ptx.add(ptx.mul(first_tile, multiple), rank)
     found = arith.select(ptx.equal(kept, ptx.i32(1)), found, ptx.i32(rows))
-    ptx.asm(_STORE, "l,r,r", _place(row, number), there, found)
-    ptx.asm(_STORE, "l,r,r", _place(choice, found), kept, number)
-    ptx.asm(_STORE, "l,r,r", _place(expert_of_row, found), kept, expert)
+    _store(row, own.number, own.there, found)
+    _store(choice, found, kept, own.number)
+    _store(expert_of_row, found, kept, expert)
     tile = arith.divui(rank, ptx.i32(multiple))
     starts = arith.andi(kept, ptx.bool_to_i32(ptx.equal(ptx.mul(tile, multiple), rank)))
     line = ptx.mul(ptx.add(first_tile, tile, ptx.i32(1)), 3)
     for i, value in enumerate((expert, first_tile, count)):
-        ptx.asm(_STORE, "l,r,r", _place(tiles, ptx.add(line, ptx.i32(i))), starts, value)
+        _store(tiles, ptx.add(line, ptx.i32(i)), starts, value)
+
+
+def _store(ref, number, condition, value):
+    """Stores a word in GMEM if the condition is 1."""
+    ptx.asm(_STORE, "l,r,r", _place(ref, number), condition, value)
+
+
+def _store_shared(ref, number, condition, value):
+    """The same in SMEM."""
+    ptx.asm(_STORE_SHARED, "r,r,r", _shared_place(ref, number), condition, value)
 
 
 def _place(ref, number):
