@@ -1,4 +1,4 @@
-"""Biases of the products of layer_tail_sm90.py: of each product none, or of each weight a bias, GMEM [width]."""
+"""Biases of the products of layer_tail_sm90.py. A product has none, or one for each of its weights: GMEM [width]."""
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -35,20 +35,23 @@ def of_columns(cfg: LayerTailConfig, bias, first_column):
 
 def of_column(bias, column):
     """Inside inline_mgpu: f32, the bias of one column."""
-    place = arith.addi(ptx.pointer(bias, 0), arith.muli(ptx.to_i64(column), ptx.i64(2)))
-    return ptx.float_of_bf16(ptx.asm_value("ld.global.nc.u16 $0, [$1];", "=r,l", place, pure=True), 0)
+    return ptx.float_of_bf16(ptx.asm_value("ld.global.nc.u16 $0, [$1];", "=r,l", _place(bias, column), pure=True), 0)
 
 
 def of_share(share: TokenShare, biases, widths: tuple[int, ...]):
-    """Inside inline_mgpu: four f32 of each four of columns. widths: of the weights, side by side."""
+    """Inside inline_mgpu: the biases of each four columns of the share. widths: of the weights, side by side."""
 
     def place(quad):
         found, first = None, 0
         for bias, width in zip(biases, widths, strict=True):
-            column = arith.subi(ptx.mul(quad, 4), ptx.i32(first))
-            own = arith.addi(ptx.pointer(bias, 0), arith.muli(ptx.to_i64(column), ptx.i64(2)))
+            own = _place(bias, arith.subi(ptx.mul(quad, 4), ptx.i32(first)))
             found = own if found is None else arith.select(ptx.less(quad, ptx.i32(first // 4)), found, own)
             first += width
         return found
 
     return [floats(words) for words in share.words_at(place)]
+
+
+def _place(bias, column):
+    """The address of the bias of a column."""
+    return arith.addi(ptx.pointer(bias, 0), arith.muli(ptx.to_i64(column), ptx.i64(2)))

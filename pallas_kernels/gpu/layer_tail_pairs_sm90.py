@@ -70,9 +70,10 @@ def store(cfg: LayerTailConfig, refs, gate, up, factors, first_column):
         )
         ptx.asm(text, "r", barrier)
         g, t, _, warp = ptx.lane_position()
-        column = ptx.add(first_column, ptx.mul(warp, 16), ptx.mul(half, 8), ptx.mul(t, 2))
-        own_column = lambda: ptx.add(first_column, ptx.mul(warp, 16), ptx.mul(half, 8), g)
-        added = [of_column(bias, own_column()) for bias in biases for _ in range(2)]
+        first = ptx.add(first_column, ptx.mul(warp, 16), ptx.mul(half, 8))
+        column = ptx.add(first, ptx.mul(t, 2))  # of a word that is stored, after the transposition
+        numbers = [of_column(bias, ptx.add(first, g)) for bias in biases]  # of gate and of up, before it
+        added = [number for number in numbers for _ in range(2)]  # the two tokens of a four
         place = arith.addi(arith.muli(ptx.to_i64(g), ptx.i64(width)), ptx.to_i64(column))
         base = arith.addi(ptx.pointer(h, 0), arith.muli(place, ptx.i64(2)))
         scales = {

@@ -29,7 +29,7 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import PARTS, SCRATCH, SHARES, THREADS, LayerTailConfig, TailAttention
 from pallas_kernels.gpu.stage_ring_sm90 import Ring
-from pallas_kernels.gpu.token_share_sm90 import norm_factor
+from pallas_kernels.gpu.token_share_sm90 import floats, norm_factor, packed
 from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 
 TOKEN, UNIT, FIRST, END, HAS_NEW, PART, REQUEST, SLOT, PLAN_COLUMNS = range(9)
@@ -175,12 +175,12 @@ def _start(cfg: LayerTailConfig, refs, row):
         cos, sin = (ptx.load_floats(arith.addi(ptx.pointer(ref, 0), place)) for ref in (cos, sin))
         sin = [arith.select(is_low, arith.negf(x), x) for x in sin]
         *q, k = [_rotated(own, other, cos, sin) for own, other in pairs]
-        q = [[arith.mulf(x, ptx.f32(a.scale * LOG2E)) for x in _floats(words)] for words in q]
-        score = [_dot(a, head, _floats(k)) for head in q]
+        q = [[arith.mulf(x, ptx.f32(a.scale * LOG2E)) for x in floats(words)] for words in q]
+        score = [_dot(a, head, floats(k)) for head in q]
         has_new = ptx.equal(row[HAS_NEW], ptx.i32(1))
         mine = arith.andi(has_new, ptx.equal(group, ptx.i32(0)))
         choose = lambda x, otherwise: arith.select(mine, x, ptx.f32(otherwise))
-        out = [choose(x, 0.0) for x in _floats(v)]
+        out = [choose(x, 0.0) for x in floats(v)]
         usable = ptx.less_unsigned(row[SLOT], ptx.i32(a.blocks * a.page))
         writes = arith.andi(arith.andi(mine, usable), ptx.equal(chunk, ptx.i32(0)))
         block, offset = arith.divui(row[SLOT], ptx.i32(a.page)), arith.remui(row[SLOT], ptx.i32(a.page))
@@ -216,7 +216,7 @@ def _projections(cfg: LayerTailConfig, projected, squares, token, heads, at):
         for other in more:
             total = [arith.addf(x, y) for x, y in zip(total, other, strict=True)]
         total = [arith.mulf(x, factor) for x in total]
-        found.append([ptx.pack_16bit(*total[i : i + 2], "bfloat16") for i in range(0, 8, 2)])
+        found.append(packed(total))
     return found
 
 
@@ -226,24 +226,24 @@ def _with_biases(a: TailAttention, words, biases, heads, at):
     for own, bias, head, first in zip(words, [biases[0]] * a.together + [*biases[1:]], heads, first_heads, strict=True):
         place = ptx.add(ptx.mul(arith.subi(head, ptx.i32(first)), a.lanes), at)
         bias = ptx.load_words(arith.addi(ptx.pointer(bias, 0), arith.muli(ptx.to_i64(place), ptx.i64(16))))
-        total = [arith.addf(x, y) for x, y in zip(_floats(own), _floats(bias), strict=True)]
-        found.append([ptx.pack_16bit(*total[i : i + 2], "bfloat16") for i in range(0, 8, 2)])
+        total = [arith.addf(x, y) for x, y in zip(floats(own), floats(bias), strict=True)]
+        found.append(packed(total))
     return found
 
 
 def _norm_scale(a: TailAttention, scale, at):
     """The scale of a norm, of the thread's 8 dimensions."""
     words = ptx.load_words(arith.addi(ptx.pointer(scale, 0), arith.muli(ptx.to_i64(at), ptx.i64(16))))
-    return [arith.addf(x, ptx.f32(1.0)) if a.norm_one_plus else x for x in _floats(words)]
+    return [arith.addf(x, ptx.f32(1.0)) if a.norm_one_plus else x for x in floats(words)]
 
 
 def _normed(a: TailAttention, words, scale):
     """The words of a head over the root of its mean square, times the scale; rounded to bf16."""
-    x = _floats(words)
+    x = floats(words)
     mean = arith.addf(arith.mulf(_dot(a, x, x), ptx.f32(1.0 / a.head_dim)), ptx.f32(a.norm_eps))
     factor = ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
     x = [arith.mulf(arith.mulf(y, factor), s) for y, s in zip(x, scale, strict=True)]
-    return [ptx.pack_16bit(*x[i : i + 2], "bfloat16") for i in range(0, 8, 2)]
+    return packed(x)
 
 
 def _step(cfg: LayerTailConfig, refs, state, first, row):
@@ -265,10 +265,10 @@ def _step(cfg: LayerTailConfig, refs, state, first, row):
             place = _pool_place(a, page, arith.remui(key, ptx.i32(a.page)), kv_head, at)
             loaded.append([ptx.load_words(arith.addi(ptx.pointer(pool, 0), place), ok) for pool in (k_pool, v_pool)])
         pages = _pages(a, block_table, row, ptx.add(key, ptx.i32(a.groups)))
-        values = [_floats(v) for _, v in loaded]
+        values = [floats(v) for _, v in loaded]
         out, top, total = [], [], []
         for i in range(a.together):
-            scores = [_dot(a, state.q[i], _floats(k)) for k, _ in loaded]
+            scores = [_dot(a, state.q[i], floats(k)) for k, _ in loaded]
             scores = [arith.select(ok, x, ptx.f32(LOWEST)) for ok, x in zip(seen, scores, strict=True)]
             most = state.top[i]
             for score in scores:
@@ -308,14 +308,8 @@ def _pool_place(a: TailAttention, block, offset, head, at):
 
 def _rotated(own, other, cos, sin):
     """The words of 8 dimensions turned: own cos + other sin, in f32, rounded once to bf16."""
-    turned = [
-        ptx.fma(x, c, arith.mulf(y, s)) for x, y, c, s in zip(_floats(own), _floats(other), cos, sin, strict=True)
-    ]
-    return [ptx.pack_16bit(*turned[i : i + 2], "bfloat16") for i in range(0, 8, 2)]
-
-
-def _floats(words):
-    return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
+    turned = [ptx.fma(x, c, arith.mulf(y, s)) for x, y, c, s in zip(floats(own), floats(other), cos, sin, strict=True)]
+    return packed(turned)
 
 
 def _dot(a: TailAttention, x, y):
@@ -456,6 +450,6 @@ def merge_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, tok
             states.append((sums, top, arith.select(there[part], tops[2 * part + 1], ptx.f32(0.0))))
         out, _, total = _merged(states)
         out = [ptx.divide(x, total) for x in out]
-        tile.put(target, number, token, [ptx.pack_16bit(*out[i : i + 2], "bfloat16") for i in (0, 2)])
+        tile.put(target, number, token, packed(out))
 
     merge(refs.x_tile, *given, number, column, token, count)

@@ -79,11 +79,13 @@ class TokenShare:
         return rounded
 
 
-def packed(four):
-    return [ptx.pack_16bit(*four[i : i + 2], "bfloat16") for i in (0, 2)]
+def packed(numbers):
+    """Words of two bf16 each."""
+    return [ptx.pack_16bit(*numbers[i : i + 2], "bfloat16") for i in range(0, len(numbers), 2)]
 
 
 def floats(words):
+    """The f32 of the two bf16 of each word."""
     return [ptx.float_of_bf16(word, half) for word in words for half in range(2)]
 
 
