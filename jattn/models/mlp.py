@@ -10,22 +10,18 @@ import jax.numpy as jnp
 
 from jattn.nn.attention_layer import linear, linears
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
-from jattn.ops.product import gated_product
+from jattn.ops.product import GATES, gated_product
 
-ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
 KERNEL_GATES = dict(
     silu="silu", swish="silu", gelu_pytorch_tanh="gelu_tanh", gelu_new="gelu_tanh", gelu_fast="gelu_tanh"
 )
-"""Those that kernels have as the activation of a gate -> their names in jattn.ops.product."""
+"""The activations of a gate that kernels compute, as config.json spells them -> their names in GATES."""
+
+ACTIVATIONS = {name: GATES[gate] for name, gate in KERNEL_GATES.items()} | {
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+}
 
 
 def activation(name: str) -> Callable[[jax.Array], jax.Array]:

@@ -31,7 +31,7 @@ def config_of(x: Any, weights: Sequence[Any], *, together: bool = False) -> Many
 
 # ---------------------------------------------------------------------- activation(x gate) * (x up)
 GATES = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
-"""The activations of gates that kernels have; GELU is the one that is approximated by tanh."""
+"""The activations of a gate that kernels compute, the same as in pallas_kernels/gpu/gates.py; GELU is its tanh form."""
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))

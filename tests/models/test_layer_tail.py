@@ -21,6 +21,7 @@ from jattn.nn import layer_tail as op
 from jattn.nn.weight_spec import is_weight_spec
 from tests.models import examples
 from tests.models.options import COMMON
+from tests.oracle.gates import activated
 
 SIZES = dict(
     hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -77,10 +78,8 @@ def formulas(launches, a, x, weights, scales, counters, config, keys=(), biases=
     biases = [[f32(bias)[None] for bias in group] or [0.0] * 3 for group in biases or ((),) * 4]
     x1 = rounded(f32(x) + config.factors[0] * normed(f32(a) @ f32(o) + biases[0][0], 2))
     n1 = normed(x1, 0)
-    g = n1 @ f32(gate) + biases[1][0]
-    tanh = lambda g: g * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) / 2
-    act = dict(silu=lambda g: g / (1 + jnp.exp(-g)), gelu_tanh=tanh)[config.activation]
-    h = rounded(act(g) * (n1 @ f32(up) + biases[1][1]))
+    g = activated(config.activation, n1 @ f32(gate) + biases[1][0], jnp)
+    h = rounded(g * (n1 @ f32(up) + biases[1][1]))
     x2 = rounded(f32(x1) + config.factors[1] * normed(f32(h) @ f32(down) + biases[2][0], 3))
     x2 = jnp.where((counters[0] != 0).any(), jnp.nan, x2)
     n2, rows = normed(x2, 1), None
@@ -172,7 +171,7 @@ OTHER_SIZES = {"gpt_neox", "gpt_neo", "falcon", "opt", "bloom", "phi3, longrope"
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - OTHER_SIZES))
-def test_only_plain_layers_are_taken(name, hopper):
+def test_only_layers_of_the_formula_are_taken(name, hopper):
     """Not: norms of a residual's sum, experts, parallel or latent layers."""
     keys = FAMILIES[name]
     sizes = dict(hidden_size=256, intermediate_size=512) if "kv_lora_rank" in keys else SIZES
@@ -280,9 +279,8 @@ def test_ranks_add_up_their_parts_and_give_the_logits_of_one_device(ranks, hoppe
     def summed(a, x, weights, scales, counters, config, keys, biases):
         (o,), into, (down,), *following = weights
         (of_o,), of_into, (of_down,), *of_next = biases
-        x1 = (
-            x + jax.lax.psum((a @ o).astype(jnp.float32), "tensor").astype(x.dtype) + of_o[None]
-        )  # the kernel's two sums
+        of_ranks = jax.lax.psum((a @ o).astype(jnp.float32), "tensor").astype(x.dtype)
+        x1 = x + of_ranks + of_o[None]  # the kernel's two sums
         rest = scales, counters, config, ()
         partial = formulas([], jnp.zeros_like(a), x1, ((o,), into, (down,)), *rest, ((), of_into, ()))[0] - x1
         x2 = x1 + jax.lax.psum(partial, "tensor") + of_down[None]

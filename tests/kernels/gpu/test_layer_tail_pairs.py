@@ -14,6 +14,7 @@ from pallas_kernels.gpu import layer_tail_sm90 as layer_tail
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.layer_tail_config import THREADS, choose
 from tests.kernels.gpu.simt import Fragment, Machine, emulated
+from tests.oracle.gates import activated
 
 SHARED, WIDTH = 2**16, 3584  # bytes of a CTA's shared memory, which lie one after the other before h; columns of h
 
@@ -48,12 +49,6 @@ def fragment(numbers: np.ndarray) -> Fragment:
     return found
 
 
-def exactly(activation: str, gate: np.ndarray) -> np.ndarray:
-    if activation == "silu":
-        return gate / (1 + np.exp(-gate))
-    return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
-
-
 @pytest.mark.parametrize(
     ("tokens", "activation", "biased", "is_normed"),
     [(8, "silu", False, True), (24, "silu", True, True), (64, "silu", False, False), (16, "gelu_tanh", True, False)],
@@ -81,7 +76,7 @@ def test_a_pair_adds_up_both_halves_and_stores_each_column_once(tokens, activati
         x.astype(np.float64).sum(axis=0) * factor + biased * bias.astype(np.float64)[first : first + 64, None]
         for x, bias in zip((gate, up), biases, strict=True)
     )
-    wanted = (exactly(activation, gate) * up).T
+    wanted = (activated(activation, gate) * up).T
     found = (
         machine.memory[2 * SHARED :][: 2 * tokens * WIDTH]
         .view(ml_dtypes.bfloat16)
@@ -103,7 +98,7 @@ def test_both_forms_of_the_gate_are_exact_to_float32(activation, size):
     gate = np.linspace(-size, size, 1024).astype(np.float32)
     up = np.random.default_rng(1).normal(size=1024).astype(np.float32)
     with np.errstate(over="ignore"):
-        wanted = exactly(activation, gate.astype(np.float64)) * up
+        wanted = activated(activation, gate.astype(np.float64)) * up
     machine = Machine(1024, 256)
     with emulated(kernel, machine), np.errstate(over="ignore"):
         ours = kernel._gated(config, gate, up)
@@ -118,4 +113,4 @@ def test_gate_and_up_of_a_strip_have_their_biases():
     with mock.patch.object(layer_tail.bias_of, "of_columns", lambda _, bias, column: bias * (column == 128)):
         found = layer_tail._gated(config, *map(jnp.asarray, (gate, up)), (of_gate, of_up), 128)
     gate, up = (x.astype(np.float64) + bias for x, bias in ((gate, of_gate), (up, of_up)))
-    np.testing.assert_allclose(found, exactly("silu", gate) * up, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(found, activated("silu", gate) * up, rtol=2e-5, atol=1e-6)

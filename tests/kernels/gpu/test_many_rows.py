@@ -10,9 +10,12 @@ import pytest
 
 from jattn.device import Chip
 from jattn.models import MLP
+from jattn.models.mlp import KERNEL_GATES
 from jattn.ops import many_rows, product
+from pallas_kernels.gpu import gates
 from pallas_kernels.gpu import many_rows_sm90 as kernel
 from pallas_kernels.gpu.many_rows_config import DEPTH, ROWS, STAGES, ManyRowsConfig, choose
+from tests.oracle.gates import activated
 
 INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
 SHARED_BYTES = 227 * 1024  # of a CTA on Hopper
@@ -70,10 +73,7 @@ def arrays(rows: int, inner: int, width: int, dtype="bfloat16"):
 
 
 def exactly(activation: str, x, gate, up):
-    of_gate = x @ gate
-    if activation == "silu":
-        return of_gate / (1 + jnp.exp(-of_gate)) * (x @ up)
-    return of_gate / 2 * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (of_gate + 0.044715 * of_gate**3))) * (x @ up)
+    return activated(activation, x @ gate, jnp) * (x @ up)
 
 
 def on_hopper(monkeypatch, generation="sm_90"):
@@ -117,6 +117,15 @@ def test_products_take_it_for_several_weights(monkeypatch):
     product.products(x, weights[:1], dtype=x.dtype)
     product.products(x, [w.T for w in weights], transposed=True, dtype=x.dtype)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("activation", many_rows.GATES)
+def test_kernels_and_steps_have_the_same_gates(activation):
+    assert set(many_rows.GATES) == set(gates.ACTIVATIONS) == set(KERNEL_GATES.values())
+    gate = jnp.linspace(-9, 9, 512)
+    wanted = activated(activation, np.asarray(gate, np.float64))
+    for found in (gates.gated(activation, gate, 1.0), many_rows.GATES[activation](gate)):
+        np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "activation"), [("silu", "silu"), ("gelu_pytorch_tanh", "gelu_tanh")])
