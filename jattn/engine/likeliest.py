@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jattn.engine.sampling_floor import ordered_bits
 
 PARTS = 16, 32
-"""Neighbours whose maximum is taken: of the numbers of a row, then of these maxima."""
+"""The sizes of parts: of neighbouring numbers of a row, then of neighbouring maxima of these parts."""
 
 
 def likeliest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
@@ -21,9 +21,9 @@ def likeliest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def _by_parts(count: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """lax.top_k from the maxima of parts of a row.
 
-    The `count` largest are in the `count` parts with the largest maxima, of equal ones the first: before a number of
-    any other part stand at least `count`, one of each of these parts. So one pass reads the row, and at each level a
-    few hundred numbers are compared with each other.
+    The `count` largest numbers are in the `count` parts with the largest maxima (of equal maxima the first): the maxima
+    of these parts precede every number of another part. So the row is read once, and at each level a few hundred
+    numbers are compared with each other.
     """
     keys = ordered_bits(x)
     levels = [jnp.pad(keys, ((0, 0), (0, -keys.shape[1] % (PARTS[0] * PARTS[1]))))]  # 0: below every number
@@ -43,7 +43,7 @@ def _divided(keys: jax.Array, part: int) -> jax.Array:
 
 
 def _largest(count: int, keys: jax.Array, places: jax.Array) -> jax.Array:
-    """The places i32[R count] of the `count` largest of keys [R n], or of all; of equal ones the first places."""
+    """The places i32[R min(count, n)] of the largest of keys [R n]; of equal keys the first places."""
     own, others = (slice(None), slice(None), None), (slice(None), None)
     is_before = (keys[others] > keys[own]) | ((keys[others] == keys[own]) & (places[others] < places[own]))
     rank = jnp.sum(is_before, axis=-1, dtype=jnp.int32)

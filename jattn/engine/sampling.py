@@ -24,17 +24,17 @@ BAD_TOKEN = -1
 MIN_TEMPERATURE = 1e-30
 """Smaller temperatures are replaced by this one. The draw is the same, and float32 does not round it to 0."""
 
-NATIVE_NOISE = dict(
+NOISE_SETTINGS = dict(
     jax_default_prng_impl="threefry2x32", jax_threefry_partitionable=True, jax_high_dynamic_range_gumbel=False
 )
-"""The settings of JAX with which the C++ function has the noise of jax.random.gumbel: JAX's defaults."""
+"""Settings of JAX, its defaults, with which jax.random.gumbel has the noise that the C++ function computes."""
 
 STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
 
 
 MapRows = Callable[..., Any]
-"""(function, logits [R vocab], rules) -> function(logits, rules): arrays [R ..], each device computes some rows."""
+"""(function, logits [R vocab], rules) -> function(logits, rules), arrays [R ..]. Each device computes some rows."""
 
 
 @pytree
@@ -138,7 +138,10 @@ def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _greedy(logits: jax.Array, map_rows: MapRows | None) -> jax.Array:
-    """i32[R] the first of the largest of f32[R vocab]; any token for a row that has a NaN."""
+    """i32[R] the first of the largest of f32[R vocab]; any token for a row that has a NaN.
+
+    If devices have parts of the vocabulary, XLA would gather the logits for the C++ function.
+    """
     if map_rows is not None or not _has_library():
         return _first_largest(logits)
     return jax.lax.platform_dependent(logits, cpu=ops.first_largest, default=_first_largest)
@@ -183,28 +186,34 @@ def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """i32[R] a token drawn for each row; for a greedy row the likeliest."""
     keys = jax.vmap(_row_key)(rows.seed, rows.position)
     if not _has_native_draw():
-        return _sample_by_noise(logits, rows, keys)
-    # The same tokens, but sums that are equal up to the rounding of a logarithm may be in another order.
-    return jax.lax.platform_dependent(logits, rows, keys, cpu=_sample_by_call, default=_sample_by_noise)
+        return _sample_by_xla(logits, rows, keys)
+    # The same tokens, but of two sums that differ by the rounding of a logarithm either may be the largest.
+    return jax.lax.platform_dependent(logits, rows, keys, cpu=_sample_by_library, default=_sample_by_xla)
 
 
 def _has_native_draw() -> bool:
-    """The C++ function serves the default device, and JAX's noise is the one that it computes."""
-    return all(getattr(jax.config, name) == value for name, value in NATIVE_NOISE.items()) and _has_library()
+    """Whether the C++ function serves the default device, and computes JAX's noise."""
+    return all(getattr(jax.config, name) == value for name, value in NOISE_SETTINGS.items()) and _has_library()
 
 
 def _has_library() -> bool:
+    """Whether the default device is a CPU that has the C++ functions."""
     return device.detect().platform == "cpu" and library.status().available
 
 
-def _sample_by_call(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
-    temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 0.0)
-    return ops.draw(logits, temperature, rows.top_k, rows.top_p, rows.min_p, jax.random.key_data(keys))[0]
+def _temperature(rows: SamplingRows, greedy: float) -> jax.Array:
+    """f32[R] MIN_TEMPERATURE or more; `greedy` for a greedy row."""
+    return jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), greedy)
 
 
-def _sample_by_noise(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
+def _sample_by_library(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
+    rules = _temperature(rows, greedy=0.0), rows.top_k, rows.top_p, rows.min_p
+    return ops.draw(logits, *rules, jax.random.key_data(keys))[0]
+
+
+def _sample_by_xla(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
     # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
-    temperature = jnp.where(rows.temperature > 0, jnp.maximum(rows.temperature, MIN_TEMPERATURE), 1.0)
+    temperature = _temperature(rows, greedy=1.0)
     scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
     below = scaled < jnp.log(rows.min_p)[:, None]
     scaled = jnp.where(below, -jnp.inf, scaled)

@@ -233,9 +233,10 @@ def test_no_weight_and_no_logits_are_gathered(config, quantization):
     rows, layers = OPTIONS["max_num_seqs"], len(config.layers)
     found = collectives(served)
     assert {name for name, _ in found} == {"all-reduce", "all-gather", "all-to-all"}
-    most = MAX_LOGPROBS * (rows + 1)  # the likeliest tokens of each row, padded to as many for each rank
+    padded = -(-rows // 4) * 4  # as many rows for each of the 4 ranks
+    most = MAX_LOGPROBS * padded  # the likeliest tokens of each row
     assert max(size for name, size in found if name == "all-gather") <= most
-    sent = -(-rows // 4) * config.vocab_size // 4  # a rank sends to each its part of that rank's rows
+    sent = padded // 4 * config.vocab_size // 4  # a rank sends to each its part of that rank's rows
     assert {size for name, size in found if name == "all-to-all"} == {sent}
     hidden = OPTIONS["max_num_batched_tokens"] * config.hidden_size
     assert sum(size == hidden for _, size in found) == 2 * layers and max(size for _, size in found) == hidden

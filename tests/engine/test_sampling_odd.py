@@ -34,9 +34,9 @@ def chosen(logits, rows):
     return choose(logits, rows, penalties, np.full((1, len(logits)), -2, np.int32), False).tokens
 
 
-def by_noise(logits, rows):
+def by_xla(logits, rows):
     """As a platform without the C++ function draws."""
-    return sampling._sample_by_noise(logits, rows, jax.vmap(sampling._row_key)(rows.seed, rows.position))
+    return sampling._sample_by_xla(logits, rows, jax.vmap(sampling._row_key)(rows.seed, rows.position))
 
 
 def drawn(logits, params, draws=64, seeds=None, positions=None, draw=chosen):
@@ -121,7 +121,7 @@ def test_r47_a_cut_keeps_exactly_what_the_definition_keeps(draw=chosen):
 
 
 def test_r47_without_the_library_a_cut_keeps_the_same():
-    test_r47_a_cut_keeps_exactly_what_the_definition_keeps(by_noise)
+    test_r47_a_cut_keeps_exactly_what_the_definition_keeps(by_xla)
 
 
 def test_r47_rows_with_bad_logits_end_and_other_rows_are_not_affected():
@@ -226,8 +226,8 @@ def test_on_a_cpu_one_call_draws_what_the_noise_of_xla_draws():
     logits[:, ::3] = np.round(logits[:, ::3])
     params = [SamplingParams(**cut) for cut in CUTS.values()]
     draws, exact = 20000 // len(CUTS), [p.top_p != ALMOST_1 for p in params]  # its sums differ by rounding
-    native, absent = (drawn(logits, params, draws, draw=draw)[:, exact] for draw in (chosen, by_noise))
-    assert np.mean(native == absent) >= 0.9999
+    native, wanted = (drawn(logits, params, draws, draw=draw)[:, exact] for draw in (chosen, by_xla))
+    assert np.mean(native == wanted) >= 0.9999
     assert len(set(native.ravel())) > 500, "draws that could not differ"
 
 

@@ -264,11 +264,11 @@ def draw(
     isa: str = "auto",
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(token i32[R], floor f32[R]): a row's largest sum of scaled logit and jax.random.gumbel(key, [vocab], float32).
+    """(token i32[R], floor f32[R]). The token has the row's largest sum of scaled logit and noise.
 
-    A scaled logit is the logit minus the maximum of its row, divided by the temperature. Tokens below min_p of the
-    largest probability are not drawn; of the others the top_k most likely ones are, and of these the fewest that reach
-    top_p of their sum. Ties are kept.
+    A scaled logit is the logit minus the maximum of its row, divided by the temperature. The noise is
+    jax.random.gumbel(key, [vocab], float32). Tokens below min_p of the largest probability are left out first, then all
+    but the top_k most likely, then all but the fewest that reach top_p of the sum of those. Ties are kept.
     floor: the least scaled logit that top_k and top_p keep; -inf if they keep all.
     A row with a NaN, or whose maximum is infinite, gives 0 and -inf. Both results depend on the row only.
     """
@@ -282,8 +282,8 @@ def draw(
 
 def first_largest(logits: jax.Array, *, isa: str = "auto", threads: int = 0) -> jax.Array:
     """i32[R] the first of the largest of f32[R vocab]; 0 for a row with a NaN, or whose maximum is infinite."""
-    off, keys = jnp.zeros(len(logits), jnp.float32), jnp.zeros((len(logits), 2), jnp.uint32)
-    return draw(logits, off, off, off, off, keys, isa=isa, threads=threads)[0]
+    zeros, keys = jnp.zeros(len(logits), jnp.float32), jnp.zeros((len(logits), 2), jnp.uint32)
+    return draw(logits, zeros, zeros, zeros, zeros, keys, isa=isa, threads=threads)[0]  # of temperature 0
 
 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:

@@ -24,8 +24,8 @@ class RandomDraw {
     }
 
     // True if each row keeps at least the fewest and at most the most tokens that top_p, give or take its rounding,
-    // allows, and its token is one of those with the largest sum, give or take the rounding of float32. Of rows of any
-    // bits the token is only a number of the vocabulary.
+    // allows, and its token is one of those with the largest sum, give or take the rounding of float32. In rows of
+    // arbitrary bits, only that the token is within the vocabulary.
     bool is_right() const {
         for (int64_t row = 0; row < args.rows; row++) {
             const int64_t token = args.tokens[row], n = args.vocab;

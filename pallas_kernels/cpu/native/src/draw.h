@@ -32,8 +32,8 @@ INL void threefry_rounds(Words (&x)[kGroupVectors], Words (&y)[kGroupVectors], u
     for (int i = 0; i < kGroupVectors; i++) x[i] += to_x, y[i] += to_y;
 }
 
-// Sets `to` to 1 + u of the tokens first .. first + kFloorGroup - 1; u is made of the first 23 bits of both words, xor,
-// of threefry2x32 of (0, token), as in jax.random with jax_threefry_partitionable. False if no 1 + u is above `below`.
+// Sets `to` to 1 + u of the tokens first .. first + kFloorGroup - 1. u is the first 23 bits of the xor of both words of
+// threefry2x32 of (0, token), as in jax.random with jax_threefry_partitionable. False if no 1 + u is above `below`.
 INL bool uniform_group(const uint32_t* key, uint32_t first, float below, float* to) {
     const uint32_t a = key[0], b = key[1], c = a ^ b ^ 0x1bd11bdau;
     Words x[kGroupVectors], y[kGroupVectors], lanes;
@@ -101,8 +101,8 @@ class RowDraw {
     static float at_least_exp2(double x) { return bits_to_float((uint32_t)((x + 127.0) * 0x1p23)); }
 };
 
-// Sets `maxima` to the maximum of each group of logits, -inf up to a multiple of kFloorGroup, and `largest` to that of
-// the row. False if there is a NaN.
+// Sets `maxima` to the maximum of each group of logits, then -inf up to a multiple of kFloorGroup, and `largest` to the
+// maximum of the row. False if there is a NaN.
 static bool find_maxima(Logits row, float* maxima, float& largest) {
     const int64_t groups = num_groups(row.n);
     std::fill(maxima + groups, maxima + round_up(groups, kFloorGroup), -kInf);

@@ -30,7 +30,7 @@ struct DrawArgs {
 struct DrawScratch {
     double* sums;   // [kFloorTables kFloorBuckets]
     float* logits;  // [vocab]
-    float* maxima;  // [num_groups(vocab)], up to a multiple of kFloorGroup
+    float* maxima;  // [num_groups(vocab), rounded up to a multiple of kFloorGroup]
 };
 
 }  // namespace jattn
