@@ -33,7 +33,7 @@ def configs_of(
     config: ModelConfig, params: dict[str, Any], x: jax.Array, model_mesh: ModelMesh | None = None
 ) -> list[LayerTailConfig] | None:
     """The launch of each layer's tail for hidden states x [T, hidden]; None if one of them cannot be served."""
-    if x.shape[0] > MAX_ROWS or not all(_is_plain(layer) for layer in config.layers):
+    if x.shape[0] > MAX_ROWS or not all(_has_formula(layer) for layer in config.layers):
         return None
     if model_mesh is not None and (model_mesh.context_ranks > 1 or not model_mesh.has_one_memory):
         return None  # launches of context ranks have not been tried
@@ -42,10 +42,10 @@ def configs_of(
     configs = []
     for i in range(len(config.layers)):
         weights, scales = _weights_of(params["layers"], config.layers, i)
-        more: dict[str, Any] = dict(biases=_biases_of(params["layers"], config.layers, i))
+        options: dict[str, Any] = dict(biases=_biases_of(params["layers"], config.layers, i))
         if model_mesh is not None:
-            more |= dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
-        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _formula(config.layers, i), **more))
+            options |= dict(ranks=model_mesh.size, kv_ranks=_kv_ranks(config, model_mesh, i))
+        configs.append(op.config_of(x.shape[0], x.dtype, weights, scales, _formula(config.layers, i), **options))
     return None if None in configs else configs
 
 
@@ -56,12 +56,19 @@ def _kv_ranks(config: ModelConfig, model_mesh: ModelMesh, i: int) -> int:
 
 
 def _next_kv_axes(config: ModelConfig, model_mesh: ModelMesh, i: int) -> tuple[str, ...]:
-    following = config.layers[min(i + 1, len(config.layers) - 1)]
-    return model_mesh.kv_axes(following.attention.num_kv_heads)
+    return model_mesh.kv_axes(_following(config.layers, i).attention.num_kv_heads)
 
 
-def _is_plain(layer: LayerConfig) -> bool:
-    """x + f norm(attention(norm(x))), then x + g norm(MLP(norm(x))), with a gated MLP, and each norm RMS or none."""
+def _following(layers: Sequence[Any], i: int) -> Any:
+    """Of layer i the next one; of the last the last itself, whose launch has no next projections."""
+    return layers[min(i + 1, len(layers) - 1)]
+
+
+def _has_formula(layer: LayerConfig) -> bool:
+    """Whether the layer is x + factor norm(attention(norm(x))), then x + factor norm(MLP(norm(x))).
+
+    Each norm is RMS or absent; the MLP has a gate that kernels compute.
+    """
     attn, mlp = layer.self_attn, layer.mlp
     if not isinstance(attn, AttentionConfig) or not isinstance(mlp, MLP) or layer.cross_attn is not None:
         return False
@@ -69,8 +76,8 @@ def _is_plain(layer: LayerConfig) -> bool:
     branches = (layer.kv_from, layer.laurel, layer.experts, layer.layer_input, layer.altup)
     is_usual = not any(branch is not None for branch in branches) and not layer.output_scale and not layer.parallel
     has_qkv = projections(attn) in (("qkv",), ("q", "k", "v"))
-    is_plain = is_gated and not mlp.sparsity and is_usual and has_qkv
-    return is_plain and all(map(_has_rms_norms, (layer.attn_norms, layer.mlp_norms)))
+    has_rms_norms = all(map(_has_rms_norms, (layer.attn_norms, layer.mlp_norms)))
+    return is_gated and not mlp.sparsity and is_usual and has_qkv and has_rms_norms
 
 
 def _has_rms_norms(norms: ResidualNorms) -> bool:
@@ -79,18 +86,18 @@ def _has_rms_norms(norms: ResidualNorms) -> bool:
 
 
 def _formula(layers: Sequence[LayerConfig], i: int) -> op.TailFormula:
-    layer, following = layers[i], layers[min(i + 1, len(layers) - 1)]
-    assert isinstance(layer.mlp, MLP)  # _is_plain
-    own = layer.attn_norms, layer.mlp_norms
+    layer = layers[i]
+    assert isinstance(layer.mlp, MLP)  # _has_formula
+    of_attention, of_mlp = layer.attn_norms, layer.mlp_norms
     return op.TailFormula(
-        own[1].before, following.attn_norms.before, KERNEL_GATES[layer.mlp.activation],
-        factors=(own[0].factor, own[1].factor), after=(own[0].after, own[1].after),
+        of_mlp.before, _following(layers, i).attn_norms.before, KERNEL_GATES[layer.mlp.activation],
+        factors=(of_attention.factor, of_mlp.factor), after=(of_attention.after, of_mlp.after),
     )  # fmt: skip
 
 
 def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, tuple]:
-    """(weights of each product of layer i's tail, scales of its norms)"""
-    own, following, is_last = params[i], params[min(i + 1, len(layers) - 1)], i + 1 == len(layers)
+    """(weights of each product of layer i's tail, scales of its norms: see jattn.nn.layer_tail)"""
+    own, following = params[i], _following(params, i)
     kernels = lambda *projections: tuple(weights["kernel"] for weights in projections)
     scale = lambda weights, name: weights[name]["scale"] if name in weights else None
     scales = scale(own, "mlp_norm"), scale(following, "attn_norm"), *(
@@ -98,14 +105,14 @@ def _weights_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -
     )  # fmt: skip
     mlp = own["mlp"]
     groups = kernels(own["attn"]["o"]), kernels(mlp["gate"], mlp["up"]), kernels(mlp["down"])
-    if is_last:
+    if i + 1 == len(layers):
         return groups, scales
     names = projections(_attention_config(layers[i + 1]))
     return (*groups, kernels(*(following["attn"][name] for name in names))), scales
 
 
 def _biases_of(params: Sequence[dict], layers: Sequence[LayerConfig], i: int) -> tuple[tuple, ...]:
-    """(biases of each product of layer i's tail)"""
+    """The biases of each product of layer i's tail: see jattn.nn.layer_tail."""
     biases = lambda own, *names: tuple(own[name]["bias"] for name in names if "bias" in own[name])
     attn, mlp = params[i]["attn"], params[i]["mlp"]
     groups = biases(attn, "o"), biases(mlp, "gate", "up"), biases(mlp, "down")
@@ -235,7 +242,7 @@ def _on_ranks(
     places = ((inputs,), (columns, columns), (inputs,), *((following,) if has_next else ()))
     kv = PartitionSpec(kv_axes)
     # The biases of o and down are added to the sums of all ranks.
-    of_biases = REPLICATED, inputs, REPLICATED, *((inputs, kv, kv) if group else () for group in biases[3:])
+    bias_places = REPLICATED, inputs, REPLICATED, *((inputs, kv, kv) if group else () for group in biases[3:])
 
     def on_rank(a, x, kernels, scales, counters, biases):
         x, rows, counters = launch(a, x, kernels, scales, counters, biases)
@@ -243,7 +250,8 @@ def _on_ranks(
         return x, tuple(jnp.split(rows, edges, axis=1)) if has_next else (), counters
 
     return jax.shard_map(
-        on_rank, mesh=model_mesh.inner_mesh, in_specs=(columns, REPLICATED, places, REPLICATED, REPLICATED, of_biases),
+        on_rank, mesh=model_mesh.inner_mesh,
+        in_specs=(columns, REPLICATED, places, REPLICATED, REPLICATED, bias_places),
         out_specs=(REPLICATED, following, REPLICATED), axis_names=set(model_mesh.axes), check_vma=False,
     )  # fmt: skip
 
@@ -264,5 +272,5 @@ def _attention(layer: LayerConfig, attn: Any, weights, rows, cache, plan, positi
 
 
 def _attention_config(layer: LayerConfig) -> AttentionConfig:
-    assert isinstance(layer.self_attn, AttentionConfig)  # _is_plain
+    assert isinstance(layer.self_attn, AttentionConfig)  # _has_formula
     return layer.self_attn

@@ -86,7 +86,7 @@ FunctionOf = Callable[[MLP | MoE], Callable]
 
 
 def on_one_device(mlp: MLP | MoE, is_live: jax.Array | None = None) -> Callable:
-    """The MLP or the experts themselves. is_live bool[T]: as of MoE."""
+    """The MLP or the experts themselves. is_live bool[T]: see MoE.__call__."""
     return functools.partial(mlp, is_live=is_live) if isinstance(mlp, MoE) else mlp
 
 

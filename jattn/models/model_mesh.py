@@ -288,7 +288,7 @@ class ModelMesh:
     ) -> Callable[..., jax.Array]:
         """The function (weights, x) -> y of a layer's MLP or experts; of experts also (weights, x, routed_by) -> y.
 
-        is_live bool[T]: as of MoE.
+        is_live bool[T]: see MoE.__call__.
         Each rank computes its own experts for all tokens; an all-reduce adds the results of the ranks. Data ranks that
         share experts gather their tokens first, and then a reduce-scatter gives each the results of its own tokens.
         """

@@ -142,11 +142,12 @@ class MoE:
         chosen, score = self._route(weights["router"], x if routed_by is None else routed_by)
         kept = jnp.where(chosen >= self.num_experts, score, 0).sum(axis=-1) if self.identity_experts else None
         flat, count = chosen.reshape(-1), self.num_experts if count is None else count
-        is_range, may_lack = count < self.num_routes, count < self.num_routes or is_live is not None
+        is_range = count < self.num_routes
+        may_be_absent = is_range or is_live is not None  # a choice's expert, from those that are computed
         if is_range:
             flat = jnp.where((flat >= first) & (flat < first + count), flat - first, count)  # count: not in this range
         if is_live is not None:
-            flat = jnp.where(jnp.repeat(is_live, self.top_k), flat, count)
+            flat = jnp.where(jnp.repeat(is_live, self.top_k), flat, count)  # count: of no expert
         x, score = jnp.asarray(x), score.reshape(-1, 1).astype(x.dtype)
         kernels = [weights[name]["kernel"] for name in ("gate", "up", "down")]
         multiple = row_multiple(flat.shape[0], x.dtype, kernels, share=count / self.num_routes)
@@ -155,7 +156,7 @@ class MoE:
         if on_input := self.scores == "sigmoid_of_input":
             given = given * score[rows.choice]
         y = self._experts(weights, given, rows, multiple)
-        y = y.at[rows.row].get(mode="fill" if may_lack else "promise_in_bounds", fill_value=0)  # 0: of no expert here
+        y = y.at[rows.row].get(mode="fill" if may_be_absent else "promise_in_bounds", fill_value=0)  # 0: absent
         y = y if on_input else y * score
         y = y.reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
         return y if kept is None else y + x * jnp.where(first == 0, kept, 0)[:, None].astype(x.dtype)

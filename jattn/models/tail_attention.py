@@ -102,9 +102,8 @@ def _is_tried(config: LayerTailConfig, layer: LayerConfig) -> bool:
     one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
     assert isinstance(layer.self_attn, AttentionConfig) and isinstance(layer.mlp, MLP)
     has_bias = a.has_bias or layer.self_attn.out_bias or layer.mlp.bias
-    is_plain = a.norm_eps is None and not has_bias and a.left < 0
-    is_plain = is_plain and config.activation == "silu" and config.factors == (1.0, 1.0)
-    return is_plain and a.head_dim == 64 and a.chunks == 1 and one_turn
+    is_plain = not has_bias and config.activation == "silu" and config.factors == (1.0, 1.0)
+    return is_plain and a.head_dim == 64 and a.norm_eps is None and a.left < 0 and a.chunks == 1 and one_turn
 
 
 def _has_short_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
@@ -138,8 +137,7 @@ def _attention_of(
     is_plain = is_plain and all(vector.dtype == jnp.bfloat16 for vector in _vectors(config, weights))
     between = config.v_norm, config.clip_qkv
     rotates = config.rotates_last and angles is not None and not angles.interleaved and angles.dim == spec.head_dim
-    is_plain = is_plain and rotates and not any(x is not None for x in between)
-    is_plain = is_plain and not config.k_is_v
+    is_plain = is_plain and rotates and not any(x is not None for x in between) and not config.k_is_v
     is_bf16 = cache.k.dtype == cache.v.dtype == jnp.bfloat16 and not cache_spec.is_quantized
     is_decode = common.max_query_len == 1 and common.is_causal and common.causal_per_request is None
     assert m.block_table is not None

@@ -29,13 +29,13 @@ several ranks also what they send to one another."""
 
 @dataclasses.dataclass(frozen=True)
 class TailFormula:
-    """What a layer's tail computes beside its products."""
+    """What a layer's tail computes besides its products."""
 
     mlp_norm: Norm | None  # RMS, before the MLP
     next_norm: Norm | None  # RMS, before the next projections; not used without those
     activation: str = "silu"  # of the gate, one of GATES
     factors: tuple[float, float] = (1.0, 1.0)  # of what attention and the MLP add to x
-    after: tuple[Norm | None, Norm | None] = (None, None)  # RMS, of that before the factor
+    after: tuple[Norm | None, Norm | None] = (None, None)  # RMS, after attention and after the MLP, before the factors
 
 
 def new_counters(config: LayerTailConfig | None = None) -> Counters:
