@@ -50,9 +50,9 @@ FORMULAS = {
     "granite_8b": op.TailFormula(NORM, NORM, "silu", (0.22, 0.22)),
     "all_options_one_of_8": op.TailFormula(NORM, NORM, "gelu_tanh", (0.22, 0.5), (ONE_PLUS, NORM)),
 }
-"""Of a case; others have FORMULA."""
+"""The formula of a case; FORMULA where it is not listed."""
 BIASED = {"qwen2.5_3b": (3,), "qwen2.5_7b": (3,), "granite_3b_code": (0, 1, 2, 3), "all_options_one_of_8": (0, 1, 2, 3)}
-"""The products of a case that have biases."""
+"""The numbers of a case's products that have biases."""
 
 
 def layer(shape: tuple, seed: int, formula: op.TailFormula = FORMULA) -> tuple:
@@ -72,7 +72,7 @@ def layer(shape: tuple, seed: int, formula: op.TailFormula = FORMULA) -> tuple:
 
 
 def with_biases(weights: tuple, scales: tuple, biased: tuple[int, ...], seed: int) -> tuple:
-    """(weights, scales, biases) of these products of a layer; the same if there are none."""
+    """(weights, scales, biases), with biases of the products `biased`; (weights, scales) if those are none."""
     keys = iter(jax.random.split(jax.random.key(seed + 100), 9))
     normal = lambda kernel: jax.random.normal(next(keys), (kernel.shape[1],), jnp.bfloat16)
     biases = tuple(tuple(map(normal, group)) if i in biased else () for i, group in enumerate(weights))
@@ -97,7 +97,6 @@ def exactly(a, x, weights, scales, biases=(), formula=FORMULA) -> tuple[np.ndarr
     """float64 (x2, rows) of one layer."""
     given = a, x, weights, scales, biases or ((),) * 4
     a, x, weights, scales, biases = jax.tree.map(lambda y: np.asarray(y, np.float64), given)
-
     norms = formula.mlp_norm, formula.next_norm, *formula.after
 
     def normed(i: int, y: np.ndarray) -> np.ndarray:

@@ -55,6 +55,7 @@ def tail(args: argparse.Namespace) -> list[dict]:
     from benchmarks.gpu import layer_tail as single
     from jattn.engine.xla_options import COMMAND_BUFFERS, CUDA_OPTIONS
     from jattn.nn import layer_tail as op
+    from jattn.ops.product import product
 
     ranks = args.ranks
     mesh = jax.make_mesh((ranks,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:ranks])
@@ -72,7 +73,7 @@ def tail(args: argparse.Namespace) -> list[dict]:
     config = op.config_of(ROWS, a.dtype, *layers[0], single.FORMULA, ranks=ranks, kv_ranks=ranks)
     rows = []
 
-    product = lambda y, w: op._products(y, (w,), ())[0]
+    multiply = lambda y, w: product(y, w, dtype=y.dtype)
 
     def chain(by_launch: bool, a, x, layers):
         found, counters = [], op.new_counters(config if by_launch else None)
@@ -81,12 +82,12 @@ def tail(args: argparse.Namespace) -> list[dict]:
                 x, rows, counters = op.layer_tail(single.FORMULA, config, a, x, weights, scales, counters)
             else:
                 (o,), (gate, up), (down,), following = weights
-                summed = lambda y, w: jax.lax.psum(product(y, w), "x")
+                summed = lambda y, w: jax.lax.psum(multiply(y, w), "x")
                 x = x + summed(a, o)
                 n = single.FORMULA.mlp_norm({"scale": scales[0]}, x)
-                x = x + summed(jax.nn.silu(product(n, gate)) * product(n, up), down)
+                x = x + summed(jax.nn.silu(multiply(n, gate)) * multiply(n, up), down)
                 n = single.FORMULA.next_norm({"scale": scales[1]}, x)
-                rows = jnp.concatenate([product(n, w) for w in following], axis=1)
+                rows = jnp.concatenate([multiply(n, w) for w in following], axis=1)
             widths = np.cumsum([w.shape[1] for w in weights[3]])[:-1]
             found.append((x, *jnp.split(rows, widths, axis=1)))
             a = jnp.tile(rows, (1, 2))[:, : a.shape[1]]
