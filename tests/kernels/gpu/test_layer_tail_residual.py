@@ -110,14 +110,18 @@ def test_the_next_projections_are_sums_times_the_norms_factor_and_their_biases(w
     assert np.isnan(np.delete(found, ROW, axis=0)).all()
 
 
-def test_a_strip_has_the_bias_of_each_of_its_columns_for_all_tokens():
-    cfg, bias = types.SimpleNamespace(rows8=24), np.random.default_rng(3).normal(size=256).astype(BF16)
+@pytest.mark.parametrize("first", [128, 224])
+def test_a_strip_has_the_bias_of_each_of_its_columns_for_all_tokens(first):
+    """Of columns behind the weights' end it has any finite number: here that of the last column."""
+    gated = types.SimpleNamespace(widths=(256, 256))
+    cfg, bias = types.SimpleNamespace(rows8=24, products=(None, gated)), np.random.default_rng(3).normal(size=256)
+    bias = bias.astype(BF16)
     memory = Memory(256, bias=bias)
     with emulated(biases_of, memory.machine):
-        fragment = biases_of.of_columns(cfg, memory.bias, np.int32(128))
+        fragment = biases_of.of_columns(cfg, memory.bias, np.int32(first))
     lane = np.arange(THREADS)
     for (second, _), pair in zip(rows.pair_places(fragment), fragment.registers.flat, strict=True):
-        column = 128 + lane // 32 * 16 + 8 * second + lane % 32 // 4
+        column = np.minimum(first + lane // 32 * 16 + 8 * second + lane % 32 // 4, 255)
         for number in pair:
             np.testing.assert_array_equal(number, bias[column].astype(np.float32))
 
