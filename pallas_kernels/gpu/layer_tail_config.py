@@ -241,7 +241,10 @@ def supports(config: LayerTailConfig, *, chip: str = "sm_90") -> list[str]:
     if c.attention is not None:
         a, inner = c.attention, c.products[0].inner
         refuse(c.ranks > 1, f"attention with {c.ranks} ranks")
-        refuse(None in c.eps or c.after_eps != (None, None), "attention of a layer with other norms than before both")
+        refuse(
+            None in c.eps or c.after_eps != (None, None),
+            "attention in the launch: wanted a norm before the MLP and one before the projections, and no others",
+        )
         refuse(c.rows > ATTENDING_ROWS, f"attention of {c.rows} rows: wanted at most {ATTENDING_ROWS}")
         refuse(a.head_dim not in (64, 128), f"attention with heads of {a.head_dim}: wanted 64 or 128")
         refuse(a.heads % a.kv_heads != 0 or a.kv_heads > KV_HEADS, f"{a.heads} heads over {a.kv_heads} kv heads")

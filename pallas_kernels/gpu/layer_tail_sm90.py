@@ -518,17 +518,17 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         if bias:
             fours = [plus(y, 1.0, z) for y, z in zip(fours, biases, strict=True)]
         if of_sums is not None:
-            _give_squares(scratch, 1, fours)
-            mean = arith.mulf(_taken_squares(scratch, 1), ptx.f32(1.0 / cfg.hidden))
+            _store_squares(scratch, 1, fours)
+            mean = arith.mulf(_sum_of_squares(scratch, 1), ptx.f32(1.0 / cfg.hidden))
             factor = ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", arith.addf(mean, ptx.f32(cfg.after_eps[norm])))
             fours = [[arith.mulf(y, factor) for y in four] for four in fours]
             fours = _scaled(fours, of_sums, cfg.after_one_plus[norm])
             fours = [floats(packed(four)) for four in fours]
         fours = [plus(floats(w), cfg.factors[norm], y) for w, y in zip(before, fours, strict=True)]
         fours = share.store(new, fours)
-        _give_squares(scratch, 0, fours)
+        _store_squares(scratch, 0, fours)
         share.store(scaled, fours if of_next is None else _scaled(fours, of_next, cfg.one_plus[norm]))
-        total = _taken_squares(scratch, 0)
+        total = _sum_of_squares(scratch, 0)
         place = arith.addi(
             ptx.pointer(squares, 0),
             arith.muli(ptx.to_i64(ptx.add(ptx.mul(share.row, SHARES), share.number)), ptx.i64(4)),
@@ -548,7 +548,7 @@ def _scaled(fours, scales, one_plus: bool) -> list:
     ]
 
 
-def _give_squares(scratch, place: int, fours) -> None:
+def _store_squares(scratch, place: int, fours) -> None:
     """The warp's sum of squares to the scratch, where the CTA has room for two sums of its four warps."""
     total = ptx.f32(0.0)
     for value in (value for four in fours for value in four):
@@ -561,7 +561,7 @@ def _give_squares(scratch, place: int, fours) -> None:
     ptx.asm(text, "r,f,r", spot, total, lane)
 
 
-def _taken_squares(scratch, place: int):
+def _sum_of_squares(scratch, place: int):
     """The sum over the warps, once all have given theirs."""
     ptx.asm(f"bar.sync 8, {THREADS};", "")
     text = f"ld.shared.v4.f32 {{$0, $1, $2, $3}}, [$4+{16 * place}];"

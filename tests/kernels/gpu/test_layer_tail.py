@@ -207,8 +207,8 @@ def attending(name, attention, rows, live, keys, ctas):
         (dict(attention=attention_of(4, 2, 64), rows=8, ctas=15), "16 units of attention"),
         (dict(attention=attention_of(4, 2, 64)), ""),
         (dict(adds_directly=True), "wanted attention with sums"),
-        (dict(eps=(None, 1e-5)), "other norms"),
-        (dict(after_eps=(None, 1e-5)), "other norms"),
+        (dict(eps=(None, 1e-5)), "and no others"),
+        (dict(after_eps=(None, 1e-5)), "and no others"),
     ],
 )
 def test_attention_that_a_launch_cannot_compute_is_refused(changes, reason):
