@@ -12,14 +12,17 @@ PARTS = 16, 32
 
 
 def likeliest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` largest of f32[R vocab], largest first, and their tokens i32: the same as lax.top_k."""
+    """The `count` largest of f32[R vocab], largest first, and their tokens i32, of equal ones the first: lax.top_k.
+
+    On a GPU -0 equals 0, as in an argmax; lax.top_k takes 0 first.
+    """
     top_k = lambda x: tuple(jax.lax.top_k(x, count))
     values, tokens = jax.lax.platform_dependent(x, cuda=functools.partial(_by_parts, count), default=top_k)
     return values, tokens
 
 
 def _by_parts(count: int, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """lax.top_k from the maxima of parts of a row.
+    """`likeliest` from the maxima of parts of a row.
 
     The `count` largest numbers are in the `count` parts with the largest maxima (of equal maxima the first): the maxima
     of these parts precede every number of another part. So the row is read once, and at each level a few hundred

@@ -195,8 +195,9 @@ def test_the_chi_square_test_sees_a_key_that_does_not_advance():
     assert chances(rng.integers(5, size=4000))["alone"] > 8
 
 
-@pytest.mark.parametrize("count", [1, 20])
-@pytest.mark.parametrize("vocab", [21, 512, 3001])
+@pytest.mark.parametrize(
+    ("count", "vocab"), [*((count, vocab) for count in (1, 20) for vocab in (21, 512, 3001)), (1, 1), (7, 7), (19, 19)]
+)
 def test_the_likeliest_by_parts_are_those_of_a_sort(count, vocab):
     x = np.random.default_rng(3).normal(size=(7, vocab)).astype(np.float32)
     x[1] = np.round(x[1])  # many ties
