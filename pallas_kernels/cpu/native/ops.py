@@ -276,7 +276,7 @@ def draw(
     shapes = [jax.ShapeDtypeStruct(logits.shape[:1], dtype) for dtype in (jnp.int32, jnp.float32)]
     rules = _floats(temperature), _ints(top_k), _floats(top_p), jnp.log(_floats(min_p))
     call = jax.ffi.ffi_call(library.DRAW, shapes, vmap_method="sequential")
-    token, floor = call(logits, *rules, keys, isa=isa, threads=np.int32(threads))
+    token, floor = call(_floats(logits), *rules, keys, isa=isa, threads=np.int32(threads))
     return token, floor
 
 
