@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from jattn import UnsupportedError, models
 from jattn.engine import Engine, SamplingParams, sizing
+from jattn.engine.params import MAX_LOGPROBS
 from tests.engine import test_mesh as on_mesh
 from tests.engine.test_mesh import COMMON, GREEDY, LATENT, LLAMA, OPTIONS, PROMPT, WINDOWS, engine, mesh, of_one_device
 from tests.models import tiny
@@ -60,7 +61,8 @@ def test_ranks_send_queries_and_states_and_no_weights(config):
     assert {size for name, size in found if name == "all-to-all"} == {sent}
     width = config.layers[0].attention.head_dim if config is SINKS else 6 + 4  # of a query
     value = 8 if config is SINKS else 24  # of an output, of latent attention before w_uv
-    gathered = sorted(size for name, size in found if name == "all-gather" and size > 4 * OPTIONS["max_num_seqs"])
+    likeliest = MAX_LOGPROBS * (OPTIONS["max_num_seqs"] + 1)  # tokens of each row, padded for two ranks, at most
+    gathered = sorted(size for name, size in found if name == "all-gather" and size > likeliest)
     states = 2 * tokens * heads  # of both ranks; on a GPU, XLA gathers outputs and log-sum-exps together
     assert gathered == sorted([tokens * heads * width, states * value, states] * layers)
     reduced = [size for name, size in found if name == "all-reduce"]
