@@ -100,8 +100,8 @@ def choose(
         return Sampled(tokens=tokens, logprobs=zeros[:, 0], top_tokens=zeros.astype(jnp.int32), top_logprobs=zeros)
 
     branches = (
-        lambda: without_logprobs(_usable(logits, _greedy(logits, map_rows))),
-        lambda: without_logprobs(_usable(logits, _sample_on_devices(logits, rows, map_rows))),
+        lambda: without_logprobs(_greedy(logits, map_rows)),
+        lambda: without_logprobs(_sample_on_devices(logits, rows, map_rows)),
         lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], map_rows),
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
@@ -124,13 +124,15 @@ def _with_logprobs(
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
     logprobs = lambda values: (values - largest) - log_sum
     chosen = logprobs(jnp.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0]
-    tokens = _usable(after, tokens)
     return Sampled(tokens=tokens, logprobs=chosen, top_tokens=top_tokens, top_logprobs=logprobs(values))
 
 
 def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """On a CPU NaNs are made infinite: XLA:CPU's loops of vectors lose them in a maximum. Elsewhere the maximum of such
-    a row is NaN, and a draw needs it too: one all-reduce for both."""
+    """BAD_TOKEN for rows of such logits, else their token, as the C++ function gives it by itself.
+
+    On a CPU NaNs are made infinite: XLA:CPU's loops of vectors lose them in a maximum. Elsewhere the maximum of such a
+    row is NaN.
+    """
     largest = lambda x: jnp.max(x, axis=-1)
     with_nan = lambda x: largest(jnp.where(jnp.isnan(x), jnp.inf, x))
     usable = jnp.isfinite(jax.lax.platform_dependent(logits, cpu=with_nan, default=largest))
@@ -138,13 +140,14 @@ def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def _greedy(logits: jax.Array, map_rows: MapRows | None) -> jax.Array:
-    """i32[R] the first of the largest of f32[R vocab]; any token for a row that has a NaN.
+    """i32[R] the first of the largest of f32[R vocab], or BAD_TOKEN.
 
     If devices have parts of the vocabulary, XLA would gather the logits for the C++ function.
     """
+    by_xla = lambda logits: _usable(logits, _first_largest(logits))
     if map_rows is not None or not _has_library():
-        return _first_largest(logits)
-    return jax.lax.platform_dependent(logits, cpu=ops.first_largest, default=_first_largest)
+        return by_xla(logits)
+    return jax.lax.platform_dependent(logits, cpu=ops.first_largest, default=by_xla)
 
 
 def _first_largest(x: jax.Array) -> jax.Array:
@@ -183,7 +186,7 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 
 
 def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """i32[R] a token drawn for each row; for a greedy row the likeliest."""
+    """i32[R] a token drawn for each row; for a greedy row the likeliest; or BAD_TOKEN."""
     keys = jax.vmap(_row_key)(rows.seed, rows.position)
     if not _has_native_draw():
         return _sample_by_xla(logits, rows, keys)
@@ -220,7 +223,7 @@ def _sample_by_xla(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> ja
     restricted = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
     scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
-    return jnp.where(rows.temperature > 0, _first_largest(scaled + noise), _first_largest(logits))
+    return _usable(logits, jnp.where(rows.temperature > 0, _first_largest(scaled + noise), _first_largest(logits)))
 
 
 def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:

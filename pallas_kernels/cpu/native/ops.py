@@ -270,7 +270,7 @@ def draw(
     jax.random.gumbel(key, [vocab], float32). Tokens below min_p of the largest probability are left out first, then all
     but the top_k most likely, then all but the fewest that reach top_p of the sum of those. Ties are kept.
     floor: the least scaled logit that top_k and top_p keep; -inf if they keep all.
-    A row with a NaN, or whose maximum is infinite, gives 0 and -inf. Both results depend on the row only.
+    A row with a NaN, or whose maximum is infinite, gives -1 and -inf. Both results depend on the row only.
     """
     library.check_isa(isa)
     shapes = [jax.ShapeDtypeStruct(logits.shape[:1], dtype) for dtype in (jnp.int32, jnp.float32)]
@@ -281,7 +281,7 @@ def draw(
 
 
 def first_largest(logits: jax.Array, *, isa: str = "auto", threads: int = 0) -> jax.Array:
-    """i32[R] the first of the largest of f32[R vocab]; 0 for a row with a NaN, or whose maximum is infinite."""
+    """i32[R] the first of the largest of f32[R vocab]; -1 for a row with a NaN, or whose maximum is infinite."""
     zeros, keys = jnp.zeros(len(logits), jnp.float32), jnp.zeros((len(logits), 2), jnp.uint32)
     return draw(logits, zeros, zeros, zeros, zeros, keys, isa=isa, threads=threads)[0]  # of temperature 0
 

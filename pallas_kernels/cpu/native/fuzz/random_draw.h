@@ -25,12 +25,12 @@ class RandomDraw {
 
     // True if each row keeps at least the fewest and at most the most tokens that top_p, give or take its rounding,
     // allows, and its token is one of those with the largest sum, give or take the rounding of float32. In rows of
-    // arbitrary bits, only that the token is within the vocabulary.
+    // arbitrary bits, only that the token is within the vocabulary. -1 exactly where there is no largest logit.
     bool is_right() const {
         for (int64_t row = 0; row < args.rows; row++) {
             const int64_t token = args.tokens[row], n = args.vocab;
-            if (token < 0 || token >= std::max<int64_t>(n, 1)) return false;
-            if (is_odd_ || !n) continue;
+            if (has_largest(row) != (token != -1) || token < -1 || token >= n) return false;
+            if (is_odd_ || token == -1) continue;
             const std::vector<float> x = scaled(row);
             if (!(args.temperature[row] > 0.0f)) {
                 const int64_t likeliest = std::max_element(x.begin(), x.end()) - x.begin();
@@ -93,6 +93,17 @@ class RandomDraw {
         }
         return x;
     }
+    // Whether the row has no NaN, and its maximum is finite.
+    bool has_largest(int64_t row) const {
+        float largest = -INFINITY;
+        for (int64_t i = 0; i < args.vocab; i++) {
+            const float x = args.logits[row * args.vocab + i];
+            if (std::isnan(x)) return false;
+            largest = std::max(largest, x);
+        }
+        return std::isfinite(largest);
+    }
+
     double noise(int64_t row, int64_t token) const {
         const uint32_t k[] = {args.keys[2 * row], args.keys[2 * row + 1],
                               args.keys[2 * row] ^ args.keys[2 * row + 1] ^ 0x1bd11bda};

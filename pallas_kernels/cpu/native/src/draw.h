@@ -129,10 +129,10 @@ static bool find_maxima(Logits row, float* maxima, float& largest) {
     return !has_nan;
 }
 
-// Row r of a draw. The token is 0 if the maximum of the row is not finite, or a logit is NaN.
+// Row r of a draw. The token is -1 if the maximum of the row is not finite, or a logit is NaN.
 static void draw(const DrawArgs& args, int64_t r, const DrawScratch& scratch) {
     const Logits logits{args.logits + r * args.vocab, args.vocab};
-    args.tokens[r] = 0, args.floors[r] = -kInf;
+    args.tokens[r] = -1, args.floors[r] = -kInf;
     float largest;
     if (!find_maxima(logits, scratch.maxima, largest) || !std::isfinite(largest)) return;
     const int64_t groups = num_groups(args.vocab);
