@@ -25,13 +25,10 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.expert_product_config import COLUMNS, DEPTH, ExpertProductConfig, supports
+from pallas_kernels.gpu.gates import gated
 
 LOADING_REGISTERS = 40
 COMPUTING_REGISTERS = {1: 240, 2: 232, 3: 152}  # by the number of warpgroups that multiply
-
-
-def _silu_times(gate, up):
-    return gate / (1 + jnp.exp(-gate)) * up
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
@@ -47,7 +44,7 @@ def expert_product(
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
     _check(c, x, matrices, tiles)
-    join = _silu_times if c.matrices == 2 else lambda y: y
+    join = functools.partial(gated, "silu") if c.matrices == 2 else lambda y: y
 
     def expert_product(tiles, x, *refs):  # the kernel's name in a profile
         *matrices, out = refs

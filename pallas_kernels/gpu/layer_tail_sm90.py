@@ -57,7 +57,15 @@ from pallas_kernels.gpu.layer_tail_config import (
     supports,
 )
 from pallas_kernels.gpu.stage_ring_sm90 import DTYPE, FREE, FULL, Ring, block_transforms
-from pallas_kernels.gpu.token_share_sm90 import TokenShare, floats, norm_factor, packed, plus
+from pallas_kernels.gpu.token_share_sm90 import (
+    TokenShare,
+    floats,
+    inverse_root,
+    norm_factor,
+    packed,
+    plus,
+    scale_floats,
+)
 
 _WGMMA = plgpu.Layout.WGMMA
 _WEIGHT_BLOCK = (BLOCK, PIECE)
@@ -519,8 +527,7 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
             fours = [plus(y, 1.0, z) for y, z in zip(fours, biases, strict=True)]
         if of_sums is not None:
             _store_squares(scratch, 1, fours)
-            mean = arith.mulf(_sum_of_squares(scratch, 1), ptx.f32(1.0 / cfg.hidden))
-            factor = ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", arith.addf(mean, ptx.f32(cfg.after_eps[norm])))
+            factor = inverse_root(_sum_of_squares(scratch, 1), cfg.hidden, cfg.after_eps[norm])
             fours = [[arith.mulf(y, factor) for y in four] for four in fours]
             fours = _scaled(fours, of_sums, cfg.after_one_plus[norm])
             fours = [floats(packed(four)) for four in fours]
@@ -541,9 +548,8 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
 
 def _scaled(fours, scales, one_plus: bool) -> list:
     """The numbers of each four times their scales, two words of bf16."""
-    of_words = lambda words: [arith.addf(s, ptx.f32(1.0)) if one_plus else s for s in floats(words)]
     return [
-        [arith.mulf(a, b) for a, b in zip(four, of_words(words), strict=True)]
+        [arith.mulf(a, b) for a, b in zip(four, scale_floats(words, one_plus), strict=True)]
         for four, words in zip(fours, scales, strict=True)
     ]
 

@@ -29,7 +29,7 @@ from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.layer_tail_config import PARTS, SCRATCH, SHARES, THREADS, LayerTailConfig, TailAttention
 from pallas_kernels.gpu.stage_ring_sm90 import Ring
-from pallas_kernels.gpu.token_share_sm90 import floats, norm_factor, packed
+from pallas_kernels.gpu.token_share_sm90 import floats, inverse_root, norm_factor, packed, scale_floats
 from pallas_kernels.gpu.token_tile_sm90 import TokenTile
 
 TOKEN, UNIT, FIRST, END, HAS_NEW, PART, REQUEST, SLOT, PLAN_COLUMNS = range(9)
@@ -234,14 +234,13 @@ def _with_biases(a: TailAttention, words, biases, heads, at):
 def _norm_scale(a: TailAttention, scale, at):
     """The scale of a norm, of the thread's 8 dimensions."""
     words = ptx.load_words(arith.addi(ptx.pointer(scale, 0), arith.muli(ptx.to_i64(at), ptx.i64(16))))
-    return [arith.addf(x, ptx.f32(1.0)) if a.norm_one_plus else x for x in floats(words)]
+    return scale_floats(words, a.norm_one_plus)
 
 
 def _normed(a: TailAttention, words, scale):
     """The words of a head over the root of its mean square, times the scale; rounded to bf16."""
     x = floats(words)
-    mean = arith.addf(arith.mulf(_dot(a, x, x), ptx.f32(1.0 / a.head_dim)), ptx.f32(a.norm_eps))
-    factor = ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
+    factor = inverse_root(_dot(a, x, x), a.head_dim, a.norm_eps)
     x = [arith.mulf(arith.mulf(y, factor), s) for y, s in zip(x, scale, strict=True)]
     return packed(x)
 

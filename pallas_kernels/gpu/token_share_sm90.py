@@ -108,5 +108,15 @@ def norm_factor(place, hidden: int, shares: int, eps: float):
         total, *more = ptx.asm_values(text, f"{outs},l", shares, place)
         for value in more:
             total = arith.addf(total, value)
-    mean = arith.addf(arith.mulf(total, ptx.f32(1.0 / hidden)), ptx.f32(eps))
+    return inverse_root(total, hidden, eps)
+
+
+def inverse_root(squares, count: int, eps: float):
+    """1 / sqrt(mean + eps) of a sum of so many squares."""
+    mean = arith.addf(arith.mulf(squares, ptx.f32(1.0 / count)), ptx.f32(eps))
     return ptx.asm_value("rsqrt.approx.f32 $0, $1;", "=f,f", mean)
+
+
+def scale_floats(words, one_plus: bool):
+    """The f32 scales of a norm; one_plus: 1 + the stored numbers."""
+    return [arith.addf(s, ptx.f32(1.0)) if one_plus else s for s in floats(words)]
