@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.ops.expert_rows import experts_of_tiles, padded_count
 from pallas_kernels.gpu import expert_product_sm90 as kernels
+from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig
 from pallas_kernels.gpu.expert_product_config import ExpertProductConfig, choose, tile_rows_of
 
 Shape = tuple[int, ...]
@@ -49,8 +50,8 @@ def _choose(rows: int, dtype: str, shape: Shape, tile_rows: int, matrices: int =
     )  # fmt: skip
 
 
-def tiles_of(sizes: jax.Array, config: ExpertProductConfig) -> jax.Array:
-    """The kernel's `tiles`, for sizes that are multiples of config.tile_rows."""
+def tiles_of(sizes: jax.Array, config: ExpertProductConfig | ExpertPackedConfig) -> jax.Array:
+    """The `tiles` of either kernel, for sizes that are multiples of config.tile_rows."""
     expert, first, counts = experts_of_tiles(sizes, config.tile_rows, config.tiles)
     each = jnp.stack([expert, first, counts[expert]], axis=1)
     return jnp.concatenate([jnp.full((1, 3), counts.sum(dtype=jnp.int32)), each])

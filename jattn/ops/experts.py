@@ -1,10 +1,11 @@
 """Rows times the matrices of their experts, by the first of these that serves the operands:
 
-    _native      C++ on a CPU, matrices packed or plain
-    _packed      Hopper's mma.sync kernel, few rows of each expert with its packed matrix
-    _wgmma       Hopper's wgmma kernel, padded rows with matrices of 16 bits, if need be dequantised first
-    _looped      XLA's dots of tiles, one after the other
-    _ragged_dot  jax.lax.ragged_dot, which XLA:CPU and XLA:GPU expand to all rows times every expert
+    _native         C++ on a CPU, matrices packed or plain
+    _packed         Hopper's mma.sync kernel, few rows of each expert with its packed matrix
+    _packed_wgmma   Hopper's wgmma kernel for packed matrices, padded rows
+    _wgmma          Hopper's wgmma kernel, padded rows with matrices of 16 bits, if need be dequantised first
+    _looped         XLA's dots of tiles, one after the other
+    _ragged_dot     jax.lax.ragged_dot, which XLA:CPU and XLA:GPU expand to all rows times every expert
 
 The rows of an expert lie together, and the experts follow one another.
 """
@@ -17,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
-from jattn.ops import expert_dots, expert_wgmma
+from jattn.ops import expert_dots, expert_packed, expert_wgmma
 from jattn.ops.product import NATIVE_DTYPES, has_native_groups, is_partitioned, varying_as
 from jattn.ops.quantised import QuantisedArray, plain
 from pallas_kernels.cpu.native import library, ops
@@ -43,8 +44,14 @@ def row_multiple(choices: int, dtype: Any, kernels: Sequence[Kernel], share: flo
     choices: the rows of all experts together, without padding; share: the part of them that these experts may expect.
     """
     x = jax.ShapeDtypeStruct((choices, kernels[0].shape[1]), dtype)
-    if is_partitioned() or all(isinstance(k, QuantisedArray) and _packed_config(x, k) is not None for k in kernels):
+    if is_partitioned():
         return 1
+    packed = [kernel for kernel in kernels if isinstance(kernel, QuantisedArray)]
+    if len(packed) == len(kernels):
+        if (multiple := expert_packed.row_multiple(choices, dtype, packed, share)) > 1:
+            return multiple
+        if all(_packed_config(x, kernel) is not None for kernel in packed):
+            return 1
     return expert_wgmma.row_multiple(choices, jnp.dtype(dtype).name, [kernel.shape for kernel in kernels], share)
 
 
@@ -61,6 +68,8 @@ def expert_product(
         return _ragged_dot(x, kernel, sizes)
     if _is_native(x, kernel):
         return _native(x, kernel, sizes)
+    if (packed := expert_packed.config_of(x, [kernel], multiple)) is not None:
+        return _packed_wgmma(x, (kernel,), sizes, tiles, packed)
     if isinstance(kernel, QuantisedArray) and (config := _packed_config(x, kernel)) is not None:
         return _packed(x, kernel, sizes, config)
     if (config := expert_wgmma.config_of(x, [kernel], multiple)) is not None:
@@ -76,6 +85,8 @@ def silu_expert_product(
     if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
         if (config := expert_wgmma.config_of(x, [gate, up], multiple)) is not None:
             return _wgmma(x, (gate, up), sizes, tiles, config)
+    if (packed := expert_packed.config_of(x, [gate, up], multiple)) is not None:
+        return _packed_wgmma(x, (gate, up), sizes, tiles, packed)
     of_gate, of_up = (expert_product(x, kernel, sizes, multiple, tiles) for kernel in (gate, up))
     return jax.nn.silu(of_gate) * of_up
 
@@ -187,8 +198,24 @@ def _wgmma(
 
 @_wgmma.defjvp
 def _wgmma_jvp(config: Any, primals, tangents):
-    def in_steps(x, matrices, sizes, _):
-        products = [_dots(x, matrix, sizes) for matrix in matrices]
-        return jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]
+    return _wgmma(*primals, config), jax.jvp(_products_of_dots, primals, tangents)[1]
 
-    return _wgmma(*primals, config), jax.jvp(in_steps, primals, tangents)[1]
+
+def _products_of_dots(x: jax.Array, matrices: tuple[Kernel, ...], sizes: jax.Array, _) -> jax.Array:
+    """The formula by which `_wgmma` and `_packed_wgmma` are differentiated."""
+    products = [_dots(x, matrix, sizes) for matrix in matrices]
+    return jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
+def _packed_wgmma(
+    x: jax.Array, matrices: tuple[QuantisedArray, ...], sizes: jax.Array, tiles: jax.Array | None, config: Any
+) -> jax.Array:
+    """The GPU kernel for packed matrices of padded rows; of two, `silu_expert_product`. Its derivatives are those of
+    `_dots`."""
+    return expert_packed.product(x, matrices, sizes, tiles, config)
+
+
+@_packed_wgmma.defjvp
+def _packed_wgmma_jvp(config: Any, primals, tangents):
+    return _packed_wgmma(*primals, config), jax.jvp(_products_of_dots, primals, tangents)[1]

@@ -15,6 +15,7 @@ whatever the tile: equal rows give equal bits.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -96,8 +97,11 @@ def _cta(c: ExpertProductConfig, join: Callable, tiles, x, matrices, out, smem: 
         _load(c, tiles, x, matrices, smem)
 
 
-def _items(c: ExpertProductConfig, tiles, body: Callable):
-    """body(expert, first row, first column, first step) for each item of this CTA. Steps are counted over all items."""
+def each_item(c: Any, tiles, body: Callable):
+    """body(expert, first row, first column, first step, number of steps of this CTA) for each of its items.
+
+    Steps are counted over all items. c: has ctas, strips, strip, tile_rows and chunks.
+    """
     cta, count = lax.axis_index("cta"), tiles[0, 0] * c.strips
     turns = lax.div(count - cta + (c.ctas - 1), jnp.int32(c.ctas))
 
@@ -109,13 +113,13 @@ def _items(c: ExpertProductConfig, tiles, body: Callable):
         expert, first, of_expert = (tiles[own, i] for i in range(3))
         place = item - first * c.strips
         tile, strip = first + lax.rem(place, of_expert), lax.div(place, of_expert)
-        body(expert, tile * c.tile_rows, strip * c.strip, turn * c.chunks)
+        body(expert, tile * c.tile_rows, strip * c.strip, turn * c.chunks, turns * c.chunks)
 
 
 def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
     """The warpgroup that loads: x and the matrices of all items, as far ahead as there are stages."""
 
-    def item(expert, row, column, first):
+    def item(expert, row, column, first, _):
         at_rows, at_columns = pl.ds(row, c.tile_rows), pl.ds(column, c.strip)
 
         @pl.loop(0, c.chunks)
@@ -128,14 +132,14 @@ def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
             for matrix, stages in zip(matrices, smem["matrices"], strict=True):
                 send(matrix.at[expert, at_inner, at_columns], stages)
 
-    _items(c, tiles, item)
+    each_item(c, tiles, item)
 
 
 def _compute(c: ExpertProductConfig, join: Callable, tiles, out, smem: dict, wg):
     """A warpgroup that multiplies: its 64 columns of all items."""
     own = pl.ds(wg * COLUMNS, COLUMNS)
 
-    def item(_, row, column, first):
+    def item(_, row, column, first, __):
         def run(*sums):
             @pl.loop(0, c.chunks)
             def _(chunk):
@@ -157,7 +161,7 @@ def _compute(c: ExpertProductConfig, join: Callable, tiles, out, smem: dict, wg)
 
         pl.run_scoped(run, *[plgpu.ACC((COLUMNS, c.tile_rows), jnp.float32)] * c.matrices)
 
-    _items(c, tiles, item)
+    each_item(c, tiles, item)
 
 
 def _store(c: ExpertProductConfig, y, stored, out):

@@ -20,31 +20,24 @@ WAYS += tuple((WIDE_TILE_ROWS, 2, depth) for depth in (128, 64))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackedWgmmaConfig(PackedConfig):
-    """A launch of packed_wgmma_sm90.py."""
+class StagedConfig(PackedConfig):
+    """A launch in which TMA copies codes, scales and rows of x, a chunk of inputs at a time, to a ring of stages."""
 
-    most_rows: int = TILE_ROWS  # the limit of tile_rows
-    warpgroups: int = 4  # of a CTA, side by side
-    splits: int = 1  # CTAs of a cluster, that share the inner dimension
+    warpgroups: int = 4  # of a CTA that multiply, side by side
     depth: int = 128  # inputs of a chunk, which a stage holds
     stages: int = 3  # of the ring in shared memory
 
-    along = 1  # parts of the inner dimension in a CTA
+    stage_matrices = 1  # whose columns a stage has
 
     @property
     def strip(self) -> int:
-        """Columns of a CTA."""
+        """Columns of a CTA, of each matrix of a stage."""
         return COLUMNS * self.warpgroups
-
-    @property
-    def tiles(self) -> int:
-        """Of rows."""
-        return -(-self.rows // self.most_rows)
 
     @property
     def tile_rows(self) -> int:
         """Rows of a CTA: a multiple of 8."""
-        return -(-self.rows // (8 * self.tiles)) * 8
+        raise NotImplementedError
 
     @property
     def chunks(self) -> int:
@@ -90,12 +83,32 @@ class PackedWgmmaConfig(PackedConfig):
     def stage_bytes(self) -> int:
         """Shared memory of a stage."""
         own = self.scale_rows * ITEM_BYTES[self.scale_dtype] + self.zero_rows
-        return self.value_bytes + self.token_bytes + own * self.strip
+        return self.stage_matrices * (self.value_bytes + own * self.strip) + self.token_bytes
 
     @property
     def copies(self) -> int:
         """TMA copies of a stage."""
-        return 2 + (self.scale_rows > 0) + (self.zero_rows > 0)
+        return 1 + self.stage_matrices * (1 + (self.scale_rows > 0) + (self.zero_rows > 0))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedWgmmaConfig(StagedConfig):
+    """A launch of packed_wgmma_sm90.py."""
+
+    most_rows: int = TILE_ROWS  # the limit of tile_rows
+    splits: int = 1  # CTAs of a cluster, that share the inner dimension
+
+    along = 1  # parts of the inner dimension in a CTA
+
+    @property
+    def tiles(self) -> int:
+        """Of rows."""
+        return -(-self.rows // self.most_rows)
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a CTA: a multiple of 8."""
+        return -(-self.rows // (8 * self.tiles)) * 8
 
     @property
     def sum_bytes(self) -> int:

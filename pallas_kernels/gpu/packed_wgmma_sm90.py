@@ -31,7 +31,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
-from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, PIECE, PackedWgmmaConfig, supports
+from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, PIECE, PackedWgmmaConfig, StagedConfig, supports
 from pallas_kernels.gpu.row_states_sm90 import across_columns
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -62,7 +62,7 @@ def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...],
     return packed_sums.apart(c, call(jnp.pad(x, ((0, c.tiles * c.tile_rows - c.rows), (0, 0))), *flat))
 
 
-def _transforms(cfg: PackedWgmmaConfig, name: str) -> tuple:
+def _transforms(cfg: StagedConfig, name: str) -> tuple:
     """The layout in shared memory of the codes ("values") or the rows of x ("tokens"), which TMA swizzles.
 
     Words of 4-bit codes are not swizzled: the threads of a warp read neighbours in a row, without bank conflicts.
@@ -73,26 +73,40 @@ def _transforms(cfg: PackedWgmmaConfig, name: str) -> tuple:
     return () if BITS[cfg.format] == 4 else tiled(PIECE, PIECE)
 
 
-def _ref_type(cfg: PackedWgmmaConfig, name: str):
+def _ref_type(cfg: StagedConfig, name: str):
     """The type of a Ref of `_shared` that is passed to inline PTX."""
     return plgpu.RefType(_transforms(cfg, name))
 
 
 def _shared(cfg: PackedWgmmaConfig) -> dict:
-    """The shared memory and the barriers of a CTA. full: a stage has arrived; free: all warpgroups have read it."""
+    """The shared memory of a CTA."""
+    return matrix_stages(cfg) | row_stages(cfg) | stage_barriers(cfg)
+
+
+def matrix_stages(cfg: StagedConfig) -> dict:
+    """What the stages hold of a matrix."""
     value = {"int8": jnp.int8, "fp8": jnp.uint8}.get(cfg.format, jnp.uint32)
-    tile = lambda name, *shape, dtype: plgpu.SMEM(shape, dtype, transforms=_transforms(cfg, name))
-    found = dict(
-        values=tile("values", cfg.stages, cfg.value_rows, cfg.strip, dtype=value),
-        tokens=tile("tokens", cfg.stages, cfg.tile_rows, cfg.depth, dtype=jnp.dtype(cfg.x_dtype)),
-        full=plgpu.Barrier(num_arrivals=cfg.copies, num_barriers=cfg.stages),
-        free=plgpu.Barrier(num_arrivals=cfg.warpgroups, num_barriers=cfg.stages),
-    )
+    tile = functools.partial(plgpu.SMEM, transforms=_transforms(cfg, "values"))
+    found = dict(values=tile((cfg.stages, cfg.value_rows, cfg.strip), value))
     if cfg.scale_rows:
         found["scales"] = plgpu.SMEM((cfg.stages, cfg.scale_rows, cfg.strip), jnp.dtype(cfg.scale_dtype))
     if cfg.zero_rows:
         found["zeros"] = plgpu.SMEM((cfg.stages, cfg.zero_rows, cfg.strip), jnp.int8)
     return found
+
+
+def row_stages(cfg: StagedConfig) -> dict:
+    """What the stages hold of the rows of x."""
+    shape, transforms = (cfg.stages, cfg.tile_rows, cfg.depth), _transforms(cfg, "tokens")
+    return dict(tokens=plgpu.SMEM(shape, jnp.dtype(cfg.x_dtype), transforms=transforms))
+
+
+def stage_barriers(cfg: StagedConfig) -> dict:
+    """full: a stage has arrived; free: all warpgroups have read it."""
+    return dict(
+        full=plgpu.Barrier(num_arrivals=cfg.copies, num_barriers=cfg.stages),
+        free=plgpu.Barrier(num_arrivals=cfg.warpgroups, num_barriers=cfg.stages),
+    )
 
 
 def _product(cfg: PackedWgmmaConfig, x, arrays, out, smem: dict):
@@ -123,7 +137,7 @@ def _product(cfg: PackedWgmmaConfig, x, arrays, out, smem: dict):
             when(i + 1 < count)(lambda: plgpu.barrier_wait(smem["full"].at[lax.rem(i + 1, cfg.stages)]))
 
         for run in range(cfg.depth // cfg.run):
-            total = _add_run(cfg, smem, slot, run, wg, total, await_next)
+            total = add_run(cfg, smem, slot, run, wg, total, await_next)
         rows.end_reads()  # of scales
         when(i + cfg.stages < count)(lambda: plgpu.barrier_arrive(smem["free"].at[slot]))
         refill(i)
@@ -139,22 +153,30 @@ def _product(cfg: PackedWgmmaConfig, x, arrays, out, smem: dict):
 def _copy(cfg: PackedWgmmaConfig, x, arrays, smem: dict, chunk, slot):
     """Starts the copies of a chunk to a stage."""
     strip, row = lax.axis_index("strip"), lax.axis_index("tile") * cfg.tile_rows
-    send = lambda name, source: plgpu.copy_gmem_to_smem(source, smem[name].at[slot], smem["full"].at[slot])
-    send("tokens", x.at[pl.ds(row, cfg.tile_rows), pl.ds(chunk * cfg.depth, cfg.depth)])
+    tokens = x.at[pl.ds(row, cfg.tile_rows), pl.ds(chunk * cfg.depth, cfg.depth)]
+    plgpu.copy_gmem_to_smem(tokens, smem["tokens"].at[slot], smem["full"].at[slot])
     ends = (*cfg.first_strips[1:], cfg.strips)
-    for (values, scales, *zeros), first, end in zip(arrays, cfg.first_strips, ends, strict=True):
+    for matrix, first, end in zip(arrays, cfg.first_strips, ends, strict=True):
 
         @when((strip >= first) & (strip < end))
-        def _(values=values, scales=scales, zeros=zeros, first=first):
-            columns, group = pl.ds((strip - first) * cfg.strip, cfg.strip), lax.div(chunk * cfg.depth, cfg.group)
-            send("values", values.at[pl.ds(chunk * cfg.value_rows, cfg.value_rows), columns])
-            if cfg.scale_rows:
-                send("scales", scales.at[pl.ds(group, cfg.scale_rows), columns])
-            if cfg.zero_rows:
-                send("zeros", zeros[0].at[pl.ds(group, cfg.zero_rows), columns])
+        def _(matrix=matrix, first=first):
+            copy_matrix(cfg, matrix, (), (strip - first) * cfg.strip, smem, smem["full"].at[slot], chunk, slot)
 
 
-def _add_run(cfg: PackedWgmmaConfig, smem: dict, slot, run: int, wg, total, meanwhile):
+def copy_matrix(cfg: StagedConfig, matrix, lead: tuple, column, smem: dict, full, chunk, slot):
+    """Starts the copies of a chunk of a matrix, (values, scales, zero points if there are any), from a column on.
+
+    lead: the first indices, of an expert.
+    """
+    columns, group = pl.ds(column, cfg.strip), lax.div(chunk * cfg.depth, cfg.group)
+    starts = dict(values=(chunk * cfg.value_rows, cfg.value_rows))
+    starts |= dict(scales=(group, cfg.scale_rows), zeros=(group, cfg.zero_rows))
+    for source, (name, (start, size)) in zip(matrix, starts.items(), strict=False):
+        if size:
+            plgpu.copy_gmem_to_smem(source.at[(*lead, pl.ds(start, size), columns)], smem[name].at[slot], full)
+
+
+def add_run(cfg: StagedConfig, smem: dict, slot, run: int, wg, total, meanwhile):
     """total + the products of the inputs of a stage that have the same scales.
 
     meanwhile: called after the stage's last wgmma has been issued, before its result is needed.
@@ -181,13 +203,13 @@ def _add_run(cfg: PackedWgmmaConfig, smem: dict, slot, run: int, wg, total, mean
     return total + pl.run_scoped(scaled, plgpu.ACC((COLUMNS, cfg.tile_rows), jnp.float32))
 
 
-def _first_column(wg):
+def first_column(wg):
     """The first of the two columns of this thread: its number in the strip."""
     g, _, _, warp = ptx.lane_position(hidden=True)
     return ptx.add(ptx.mul(ptx.scalar_value(wg), COLUMNS), ptx.mul(warp, 16), ptx.mul(g, 2))
 
 
-def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
+def decoded_columns(cfg: StagedConfig, values, zeros, span: int, wg):
     """The numbers of this warpgroup's codes, less their zero points, of a span of a stage: [64 columns, span]."""
     is_four = BITS[cfg.format] == 4
     kinds = [_ref_type(cfg, "values"), ptx.SCALAR]
@@ -198,7 +220,7 @@ def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
         return_type=plgpu.ShapeDtypeStruct(shape, element, _WGMMA),
     )
     def decode(ctx, values, wg, *zeros):
-        column = _first_column(wg)
+        column = first_column(wg)
         offsets = _zero_pairs(cfg, zeros[0], column) if zeros else None
         read = _words_of_4_bits(cfg, values, column, span) if is_four else _words_of_8_bits(cfg, values, column, span)
         kind, words = utils.dtype_to_ir_type(element), []
@@ -210,7 +232,7 @@ def decoded_columns(cfg: PackedWgmmaConfig, values, zeros, span: int, wg):
     return decode(values, wg, *([zeros] if cfg.zero_rows else []))
 
 
-def _words_of_4_bits(cfg: PackedWgmmaConfig, values, column, span: int):
+def _words_of_4_bits(cfg: StagedConfig, values, column, span: int):
     """A function (n, second) -> a word: inputs 8 n + 2 t and 8 n + 2 t + 1 of the thread's first or second column."""
     place, t = ptx.add(ptx.pointer(values, 3), ptx.mul(column, 4)), ptx.lane_position()[1]
     loaded: dict[int, list] = {}
@@ -225,7 +247,7 @@ def _words_of_4_bits(cfg: PackedWgmmaConfig, values, column, span: int):
     return read
 
 
-def _words_of_8_bits(cfg: PackedWgmmaConfig, values, column, span: int):
+def _words_of_8_bits(cfg: StagedConfig, values, column, span: int):
     """The same for codes of 8 bits: of each input, a thread reads the two bytes of its columns at once."""
     t, base = ptx.lane_position()[1], ptx.pointer(values, 3)
     row = lambda odd: ptx.add(ptx.mul(t, 2), ptx.i32(odd))
@@ -243,14 +265,14 @@ def _words_of_8_bits(cfg: PackedWgmmaConfig, values, column, span: int):
     return read
 
 
-def _zero_pairs(cfg: PackedWgmmaConfig, zeros, column) -> list:
+def _zero_pairs(cfg: StagedConfig, zeros, column) -> list:
     """The zero point of each of the two columns, twice in a word."""
     word = ptx.asm_value("ld.shared.u16 $0, [$1];", "=r,r", ptx.add(ptx.pointer(zeros, 3), column))
     floats = [ptx.float_of_byte(word, i) for i in range(2)]
     return [ptx.pack_16bit(x, x, cfg.element) for x in floats]
 
 
-def scales_of_columns(cfg: PackedWgmmaConfig, scales, wg):
+def scales_of_columns(cfg: StagedConfig, scales, wg):
     """f32 (64,): of the warpgroup's columns, from SMEM [strip]."""
     layout = _WGMMA.reduce(1)
 
@@ -260,7 +282,7 @@ def scales_of_columns(cfg: PackedWgmmaConfig, scales, wg):
     )
     def read(ctx, scales, wg):
         size = ITEM_BYTES[cfg.scale_dtype]
-        place = ptx.add(ptx.pointer(scales, 3), ptx.mul(_first_column(wg), size))
+        place = ptx.add(ptx.pointer(scales, 3), ptx.mul(first_column(wg), size))
         if size == 4:
             found = ptx.asm_values("ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", 2, place)
         else:
@@ -281,7 +303,7 @@ def store_results(cfg: PackedWgmmaConfig, arrays, out, memory, kind, total, wg):
 
     @plgpu.inline_mgpu(arg_types=(kind, _WGMMA, *(ptx.SCALAR,) * 4, *(plgpu.RefType(),) * len(flat)))
     def store(ctx, memory, total, wg, strip, tile, split, *gmem):
-        base, column, t = ptx.pointer(memory, 3), _first_column(wg), ptx.lane_position()[1]
+        base, column, t = ptx.pointer(memory, 3), first_column(wg), ptx.lane_position()[1]
         wg, strip, tile, split = map(ptx.scalar_value, (wg, strip, tile, split))
         ptx.asm("bar.sync 0;", "")  # no warpgroup needs its stages any longer
         sums: dict[int, list] = {}

@@ -10,6 +10,7 @@ import pytest
 
 from jattn.device import Chip
 from jattn.ops import expert_dots, experts
+from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.cpu.native import library
 from pallas_kernels.gpu import expert_rows_sm80
 from pallas_kernels.gpu.packed_product_config import PackedProductConfig
@@ -282,7 +283,13 @@ def on_hopper(monkeypatch):
         products = [of_each_row(x, matrix, tiles, config) for matrix in matrices]
         return (jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]).astype(x.dtype)
 
+    def packed(x, matrices, tiles, config):
+        form = dict(format=config.format, dtype=np.dtype(jnp.bfloat16))
+        weights = [QuantisedArray(values=v, scales=s, zero_points=z, **form) for v, s, z in matrices]
+        return product(x, [weight.dequantise(jnp.float32) for weight in weights], tiles, config)
+
     monkeypatch.setattr(experts.expert_wgmma, "kernels", types.SimpleNamespace(expert_product=product))
+    monkeypatch.setattr(experts.expert_packed, "kernels", types.SimpleNamespace(expert_packed_product=packed))
     return seen
 
 
@@ -315,6 +322,70 @@ def test_gate_and_up_need_the_rows_of_each_expert(monkeypatch):
     for multiple in (1, 8):
         with pytest.raises(ValueError, match=r"sizes.shape=\(3,\) must be \(4,\): the rows of each expert"):
             experts.silu_expert_product(jnp.ones((16, 64), "bfloat16"), gate, up, jnp.array([8, 0, 8]), multiple)
+
+
+def packed_experts(form, count, hidden, width):
+    """gate, up and down without numbers. form: (format, group, dtype of the scales)"""
+    format, group, scales = form
+    array, four = jax.ShapeDtypeStruct, format in ("int4", "fp4")
+
+    def one(inputs, outputs):
+        values = array((count, inputs // 8 if four else inputs, outputs), jnp.uint32 if four else jnp.uint8)
+        found = array((count, inputs // (group or inputs), outputs), scales)
+        return QuantisedArray(values=values, scales=found, format=format, dtype=np.dtype(jnp.bfloat16))
+
+    return [one(hidden, width), one(hidden, width), one(width, hidden)]
+
+
+FP8, MXFP4 = ("fp8", 128, "float32"), ("fp4", 32, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "top", "wanted"),
+    [(FP8, (128, 2048, 768), 8, {1: 1, 64: 8, 256: 32, 2048: 64, 8192: 128}),
+     (FP8, (256, 7168, 2048), 8, {64: 8, 2048: 64}), (MXFP4, (32, 2880, 2880), 4, {1: 1, 64: 1, 256: 64})],
+)  # fmt: skip
+def test_where_hopper_multiplies_padded_rows_packed(monkeypatch, form, shape, top, wanted):
+    """Few rows of few experts are left to the kernel that divides the inner dimension, which pads nothing."""
+    on_hopper(monkeypatch)
+    matrices = packed_experts(form, *shape)
+    assert {n: experts.row_multiple(n * top, jnp.bfloat16, matrices) for n in wanted} == wanted
+    many = experts.row_multiple(65536 * top, jnp.bfloat16, matrices)
+    x = jax.ShapeDtypeStruct((many * 65536 * top // many, shape[1]), jnp.bfloat16)
+    assert many > 1 and experts.expert_packed.config_of(x, matrices[:1], many) is None  # dequantised
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
+def test_hopper_multiplies_padded_rows_packed(monkeypatch, format):
+    seen = on_hopper(monkeypatch)
+    zeros = format == "int4"
+    (gate, of_gate), (up, of_up), (down, of_down) = (
+        stacked(format, *sizes, 64, zeros=zeros) for sizes in ((128, 256), (128, 256), (256, 128))
+    )
+    sizes, rng = np.array([8, 0, 16, 8]), np.random.default_rng(0)
+    x, expert = jnp.asarray(rng.standard_normal((40, 128)), "bfloat16"), np.repeat(np.arange(4), sizes)
+    h = experts.silu_expert_product(x, gate, up, jnp.asarray(sizes), 8)
+    y = experts.expert_product(h, down, jnp.asarray(sizes), 8)
+    assert [config.matrices for config in seen] == [2, 1] and {config.format for config in seen} == {format}
+    rows = wide(x)[: len(expert)]
+    of_gate, of_up = (np.einsum("ni,nio->no", rows, numbers[expert]) for numbers in (of_gate, of_up))
+    wanted = np.einsum("ni,nio->no", of_gate / (1 + np.exp(-of_gate)) * of_up, of_down[expert])
+    assert np.abs(wide(y)[: len(expert)] - wanted).max() < 0.02 * np.abs(wanted).max()
+    both = jax.vmap(lambda x: experts.expert_product(x, down, jnp.asarray(sizes), 8))(jnp.stack([h, 2 * h]))
+    np.testing.assert_array_equal(both[0], y)
+    plain_gate, plain_up = (matrix.dequantise(jnp.bfloat16) for matrix in (gate, up))
+
+    def gradient(*operands):
+        total = lambda x: experts.silu_expert_product(x, *operands).astype(jnp.float32)
+        return wide(jax.grad(lambda x: (total(x) ** 2).sum())(x[:32]))
+
+    found, wanted = gradient(gate, up, jnp.asarray(sizes), 8), gradient(plain_gate, plain_up, jnp.asarray(sizes))
+    assert np.abs(found - wanted).max() <= 0.02 * np.abs(wanted).max()
+    half = lambda array: None if array is None else array[:, ::2]
+    other = dataclasses.replace(up, scales=half(up.scales), zero_points=half(up.zero_points))  # in larger groups
+    seen.clear()
+    experts.silu_expert_product(x, gate, other, jnp.asarray(sizes), 8)
+    assert [config.matrices for config in seen] == [1, 1]  # each in a launch of its own
 
 
 def test_what_hopper_does_not_take(monkeypatch):

@@ -497,11 +497,17 @@ def _store_results(closure, memory, total, wg, strip, tile, split, *gmem):
     part[...] = (sums * factors).astype(out.dtype)
 
 
+def _store_pairs(closure, out, y, wg, row, column):
+    rows, first = slice(int(row), int(row) + y.shape[1]), int(column) + 64 * int(wg)
+    out[rows, first : first + 64] = y[np.argsort(_columns_of_rows())].T.astype(out.dtype)
+
+
 _OF_OTHER_FILES = PTX_OF_PARTS | PTX_OF_EIGHT_BITS
 PTX = _OF_OTHER_FILES | {
     "decoded_columns": _decoded_columns,
     "scales_of_columns": lambda closure, scales, wg: (scales.astype(np.float32)[64 * int(wg) + _columns_of_rows()],),
     "store_results": _store_results,
+    "store_pairs": _store_pairs,
     "pool_rows": _pool_rows,
     "put_rows": _put_rows,
     "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),

@@ -59,7 +59,7 @@ def test_every_tile_meets_every_strip_once(shape, down):
         of_tile = np.repeat(np.arange(config.experts), sizes // config.tile_rows)
         np.testing.assert_array_equal(tiles[1 : 1 + used, 0], of_tile)
         seen = np.zeros((used, config.strips), int)
-        for item in range(used * config.strips):  # the formula of expert_product_sm90._items; the CTAs divide the items
+        for item in range(used * config.strips):  # by the formula of each_item; the CTAs divide the items
             _, first, count = tiles[item // config.strips + 1]
             place = item - first * config.strips
             seen[first + place % count, place // count] += 1

@@ -1,0 +1,88 @@
+"""Rows times the packed matrices of their experts by expert_packed_sm90.py, on a GPU for which it has a launch."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jattn import device
+from jattn.ops.expert_rows import padded_count
+from jattn.ops.expert_wgmma import tiles_of
+from jattn.ops.quantised import QuantisedArray
+from pallas_kernels.gpu import expert_packed_sm90 as kernels
+from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig, choose, cost, tile_rows_of
+from pallas_kernels.gpu.packed_product_config import BITS, EXPERT_ROWS
+
+MOST_MEAN_ROWS = {"int8": 512, "fp8": 512, "int4": 512, "fp4": 160}
+"""Mean rows of an expert up to which a matrix is multiplied packed. More are faster with a dequantised one: 2048 rows
+of each of 32 experts of MXFP4 took ... """
+READ_RATES = {"int8": 3.0e6, "fp8": 3.0e6, "int4": 2.6e6, "fp4": 2.0e6}
+"""Bytes of a matrix that packed_product_sm90.py multiplies with 16 rows in a microsecond (an H200, 2026-11-29)."""
+START = 3.0  # microseconds that this kernel takes longer to begin
+
+
+def row_multiple(choices: int, dtype: str, matrices: Sequence[QuantisedArray], share: float = 1.0) -> int:
+    """A multiple to which the rows of each expert are padded for these matrices; 1: another way is faster.
+
+    choices: the rows of all experts together at most, without padding; share: the part of them that these experts may
+    expect.
+    """
+    if not choices or not matrices or len({matrix.format for matrix in matrices}) > 1:
+        return 1
+    experts, expected = matrices[0].shape[0], choices * share
+    tile_rows = tile_rows_of(math.ceil(expected), experts, matrices[0].format)
+    rows = padded_count(choices, experts, tile_rows)
+    used = experts * (1 - (1 - 1 / experts) ** expected)  # experts that have rows
+    configs = [_choose(rows, dtype, [matrix], tile_rows) for matrix in matrices]
+    if None in configs:
+        return 1
+    tiles = lambda size: max(used, expected / size + used / 2)
+    ours = sum(cost(config, tiles(tile_rows)) + START for config in configs if config is not None)
+    numbers = sum(math.prod(matrix.shape[1:]) for matrix in matrices)
+    format = matrices[0].format
+    theirs = tiles(EXPERT_ROWS) * numbers * BITS[format] / 8 / READ_RATES[format]
+    return tile_rows if ours < theirs else 1
+
+
+def config_of(x: Any, matrices: Sequence[Any], multiple: int) -> ExpertPackedConfig | None:
+    """The launch for rows padded to `multiple` and one matrix, or gate and up; None if there is none."""
+    if multiple == 1 or x.shape[0] % multiple or not all(isinstance(m, QuantisedArray) for m in matrices):
+        return None
+    form = lambda m: (m.shape, m.format, m.axis, m.group_size, m.scales.dtype, m.zero_points is None)
+    if len({form(matrix) for matrix in matrices}) > 1:
+        return None
+    return _choose(x.shape[0], x.dtype.name, matrices, multiple)
+
+
+def _choose(rows: int, dtype: Any, matrices: Sequence[QuantisedArray], tile_rows: int) -> ExpertPackedConfig | None:
+    first, processors = matrices[0], device.processors()
+    experts, inner, width = first.shape
+    if device.detect().platform != "gpu" or processors is None or first.axis != -2:
+        return None
+    if rows > experts * (MOST_MEAN_ROWS[first.format] + tile_rows - 1):
+        return None
+    name = jnp.dtype(dtype).name
+    return choose(
+        processors, width=width, matrices=len(matrices), chip=device.detect().generation, rows=rows, inner=inner,
+        experts=experts, multiple=tile_rows, format=first.format, group=first.group_size, dtype=name, x_dtype=name,
+        scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
+    )  # fmt: skip
+
+
+def product(
+    x: jax.Array, matrices: tuple[QuantisedArray, ...], sizes: jax.Array, tiles: jax.Array | None,
+    config: ExpertPackedConfig,
+) -> jax.Array:  # fmt: skip
+    """[rows, width]: each row times its expert's matrix; of two matrices, silu(x gate) * (x up).
+
+    tiles: None: made from the sizes. Under vmap it is called once per element.
+    """
+
+    @jax.custom_batching.sequential_vmap
+    def each(x, matrices, tiles):
+        arrays = tuple((matrix.values, matrix.scales, matrix.zero_points) for matrix in matrices)
+        return kernels.expert_packed_product(x, arrays, tiles, config)
+
+    return each(x, matrices, tiles_of(sizes, config) if tiles is None else tiles)

@@ -1,0 +1,151 @@
+"""ExpertPackedConfig: a launch of expert_packed_sm90.py, chosen from the shape. Needs no JAX."""
+
+import dataclasses
+import functools
+import math
+
+from pallas_kernels.algebra.checks import Reasons
+from pallas_kernels.gpu.expert_product_config import SHARES
+from pallas_kernels.gpu.packed_product_config import BITS, refuse_types
+from pallas_kernels.gpu.packed_wgmma_config import MOST_STAGES, PIECE, SHARED_BYTES, StagedConfig
+
+ROW_TILES = 8, 16, 32, 64, 128
+MOST_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
+"""Rows of a tile times matrices, by the number of warpgroups that multiply: they share the registers of an SM."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertPackedConfig(StagedConfig):
+    """A launch of expert_packed_sm90.py; `widths` are those of its matrices, of which a warpgroup has the same columns.
+
+    Hashable. Not checked: `supports` says what the kernel serves.
+    """
+
+    experts: int
+    multiple: int = 8  # of the rows of each expert
+    ctas: int = 132
+
+    @property
+    def matrices(self) -> int:
+        """Of an expert: 2 are a gate and up."""
+        return len(self.widths)
+
+    @property
+    def stage_matrices(self) -> int:
+        """A stage has columns of all of them."""
+        return self.matrices
+
+    @property
+    def width(self) -> int:
+        """Columns of the result."""
+        return self.widths[0]
+
+    @property
+    def strips(self) -> int:
+        """Of the result."""
+        return self.width // self.strip
+
+    @property
+    def tile_rows(self) -> int:
+        """A tile has rows of one expert."""
+        return self.multiple
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of rows, used or not."""
+        return self.rows // self.multiple
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of scales of a stage; one scale for each column is copied with every stage."""
+        return self.depth // self.run
+
+
+def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
+    """Every reason why the kernel cannot serve this config; an empty list if it can."""
+    c, reasons = config, Reasons()
+    refuse = reasons.refuse
+    refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
+    refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
+    refuse(c.matrices not in (1, 2) or len(set(c.widths)) != 1, f"widths {c.widths}: wanted one or two equal ones")
+    refuse(not 1 <= c.warpgroups <= 4, f"{c.warpgroups} warpgroups: wanted 1 to 4")
+    refuse(c.multiple not in ROW_TILES, f"tiles of {c.multiple} rows: wanted one of {ROW_TILES}")
+    refuse(c.depth not in (64, 128), f"stages of {c.depth} inputs: wanted 64 or 128")
+    refuse(c.experts < 1, f"{c.experts} experts: wanted 1 or more")
+    refuse(c.ctas < 1, f"{c.ctas} CTAs: wanted 1 or more")
+    if reasons:
+        return reasons
+    refuse_types(c, reasons)
+    refuse(c.dtype != c.x_dtype, f"results {c.dtype}: wanted those of the rows, {c.x_dtype}")
+    refuse(c.rows <= 0 or c.rows % c.multiple != 0, f"{c.rows} rows: wanted a multiple of {c.multiple}")
+    refuse(c.inner <= 0 or c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
+    refuse(c.width <= 0 or c.width % c.strip != 0, f"width {c.width}: wanted a multiple of {c.strip}")
+    is_swizzled = BITS[c.format] == 8
+    refuse(is_swizzled and c.strip % PIECE != 0, f"{c.strip} columns of a CTA: wanted a multiple of {PIECE}")
+    if not c.is_whole and not reasons:
+        refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
+        nested = c.group % c.depth == 0 or c.depth % c.group == 0
+        refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")
+    most = MOST_SUMS[c.warpgroups]
+    refuse(c.multiple * c.matrices > most, f"sums of {c.multiple} rows, {c.matrices} matrices: wanted {most}")
+    if not reasons:
+        refuse(c.stages < 3, f"{c.stages} stages fit, wanted at least 3")
+        need = c.stages * c.stage_bytes
+        refuse(need > SHARED_BYTES, f"{c.stages} stages, {need} bytes of shared memory: too many")
+    return reasons
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    processors: int, *, width: int, matrices: int = 1, chip: str = "sm_90", **fields
+) -> ExpertPackedConfig | None:
+    """The launch for padded rows that is the fastest by `cost`; None where the kernel cannot serve them."""
+    base = ExpertPackedConfig(widths=(width,) * matrices, **fields)
+    ways = (_divided(base, warpgroups, depth, processors) for warpgroups in (4, 2, 3, 1) for depth in (128, 64))
+    return min((way for way in ways if not supports(way, chip=chip)), key=cost, default=None)
+
+
+def _divided(base: ExpertPackedConfig, warpgroups: int, depth: int, processors: int) -> ExpertPackedConfig:
+    """One division of the work, with as many stages as fit."""
+    way = dataclasses.replace(base, warpgroups=warpgroups, depth=depth)
+    if way.inner % depth or (not way.is_whole and way.group % depth and depth % way.group):
+        return way
+    stages = min(SHARED_BYTES // way.stage_bytes, MOST_STAGES)
+    return dataclasses.replace(way, stages=stages, ctas=max(min(processors, way.tiles * way.strips), 1))
+
+
+@functools.lru_cache(maxsize=4096)
+def tile_rows_of(rows: int, experts: int, format: str) -> int:
+    """Rows of a tile for so many rows of all experts, without padding."""
+    mean = rows / experts
+    warpgroups = lambda tile: max(n for n, most in MOST_SUMS.items() if tile <= most)
+    cost = lambda tile: sum(-(-mean * share // tile) for share in SHARES) * unit(tile, warpgroups(tile), format)
+    return min(ROW_TILES, key=cost)
+
+
+READ_RATE = 4.3e6  # bytes a microsecond
+UNIT = {4: 0.084, 3: 0.084, 2: 0.107, 1: 0.2}
+UNIT_OF_ROW = {4: 0.0006, 3: 0.0009, 2: 0.0009, 1: 0.0012}
+UNIT_OF_FORMAT = {"int8": 0.0, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
+UNIT_OF_SHORT_STAGE, UNIT_OF_SMALL_GROUP = 0.026, 0.02
+"""Microseconds of an SM for 64 columns of 64 inputs: in any case and for each row, by the number of warpgroups; by the
+format; with stages of 64 inputs; with groups of 32. Of fp8 and fp4 from an H200 (2026-11-29), of the others those of
+packed_wgmma_config.py."""
+
+
+def unit(tile_rows: int, warpgroups: int, format: str) -> float:
+    """About the microseconds of an SM for 64 columns of 64 inputs of a tile, with stages of 128 and large groups."""
+    return UNIT[warpgroups] + UNIT_OF_ROW[warpgroups] * tile_rows + UNIT_OF_FORMAT[format]
+
+
+def cost(config: ExpertPackedConfig, used: float | None = None) -> float:
+    """About the microseconds of a launch with so many used tiles (None: all), each of an expert of its own if few.
+
+    The CTA with the most items decides, or the memory.
+    """
+    c, used = config, config.tiles if used is None else used
+    each = unit(c.tile_rows, c.warpgroups, c.format)
+    each += UNIT_OF_SHORT_STAGE * (c.depth == 64) + UNIT_OF_SMALL_GROUP * (c.group == 32)
+    items = math.ceil(used * c.strips / c.ctas)
+    read = min(used, c.experts) * c.inner * c.width * c.matrices * BITS[c.format] / 8
+    return max(items * c.warpgroups * c.matrices * c.inner / 64 * each, read / READ_RATE)

@@ -1,0 +1,219 @@
+"""Rows of experts with packed matrices by wgmma: numbers in JAX's interpreter, what is served, and that it lowers."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.ops.expert_rows import padded_count
+from jattn.ops.expert_wgmma import tiles_of
+from pallas_kernels.gpu import expert_packed_sm90 as kernel
+from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
+from pallas_kernels.gpu import packed_wgmma_sm90 as packed
+from pallas_kernels.gpu import rows_sm90 as rows
+from pallas_kernels.gpu.expert_packed_config import (
+    ROW_TILES,
+    SHARED_BYTES,
+    ExpertPackedConfig,
+    choose,
+    cost,
+    supports,
+    tile_rows_of,
+)
+from tests.kernels.gpu.simt import Arith, Fragment, emulated
+from tests.kernels.gpu.test_packed_product import Memory
+from tests.kernels.gpu.test_packed_wgmma import column_of, lanes_of
+from tests.ops.test_quantised import drawn
+
+INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
+FORMS = {
+    "int4": dict(format="int4", group=64, scale_dtype="bfloat16"),
+    "AWQ": dict(format="int4", group=128, scale_dtype="float16", has_zeros=True),
+    "int4 of 32": dict(format="int4", group=32, scale_dtype="bfloat16"),
+    "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16"),
+    "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32"),
+    "int8": dict(format="int8", group=0, scale_dtype="float32"),
+    "fp8 of outputs": dict(format="fp8", group=0, scale_dtype="bfloat16"),
+}
+
+
+def case(form: str, multiple: int, warpgroups: int, matrices: int, inner: int, width: int, **fields):
+    """(config, x, matrices, tiles, the numbers of the matrices, the expert of each row that is used)"""
+    sizes = np.array([3, 0, multiple + 1, multiple, 0])
+    padded = -(-sizes // multiple) * multiple
+    form = FORMS[form] | dict(group=FORMS[form]["group"] or inner)
+    config = ExpertPackedConfig(
+        rows=padded_count(int(sizes.sum()), len(sizes), multiple), inner=inner, widths=(width,) * matrices,
+        experts=len(sizes), multiple=multiple, warpgroups=warpgroups, ctas=3, dtype="bfloat16", **form, **fields,
+    )  # fmt: skip
+    rng, zeros = np.random.default_rng(multiple), config.has_zeros
+    x = rng.standard_normal((config.rows, inner))
+    x[padded.sum() :] = np.nan  # rows of no tile
+    flat, numbers = [], []
+    for m in range(matrices):
+        each = [
+            drawn(form["format"], inner, width, config.group, seed=10 * m + e, zeros=zeros, scales=form["scale_dtype"])
+            for e in range(len(sizes))
+        ]
+        stacked = [[getattr(w, n) for w, _ in each] for n in ("values", "scales", "zero_points")]
+        stacked = [None if arrays[0] is None else np.stack(arrays) for arrays in stacked]
+        stacked[1] = np.where((padded > 0)[:, None, None], stacked[1], np.nan).astype(stacked[1].dtype)
+        flat.append(tuple(None if array is None else jnp.asarray(array) for array in stacked))
+        numbers.append(np.stack([exact for _, exact in each]))
+    tiles = tiles_of(jnp.asarray(padded), config)
+    return config, jnp.asarray(x, config.x_dtype), flat, tiles, numbers, np.repeat(np.arange(len(sizes)), padded)
+
+
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("int4", 8, 2, 1, 256, 256), ("AWQ", 16, 2, 2, 256, 128), ("int4 of 32", 64, 1, 1, 192, 128, 64),
+        ("MXFP4", 32, 3, 2, 192, 192, 64), ("fp8 blocks", 8, 4, 2, 256, 256), ("fp8 blocks", 128, 2, 1, 256, 128),
+        ("int8", 64, 2, 1, 256, 128), ("fp8 of outputs", 16, 2, 2, 256, 128),
+    ],
+)  # fmt: skip
+def test_is_the_product_of_each_row_and_its_expert(shape):
+    """Rows and experts that are not used are NaN. CTAs have more steps than stages, or fewer; many items, or none."""
+    from tests.kernels.gpu.interpreter import interpreted
+
+    *shape, depth = shape if len(shape) == 7 else (*shape, 128)
+    config, x, matrices, tiles, numbers, expert = case(*shape, depth=depth)
+    assert not supports(config)
+    with interpreted(detect_races=True):
+        found = kernel.expert_packed_product(x, tuple(matrices), tiles, config)
+    found, used = np.asarray(found, np.float64)[: len(expert)], np.asarray(x, np.float64)[: len(expert)]
+    products = [np.einsum("ni,nio->no", used, w[expert]) for w in numbers]
+    wanted = products[0] / (1 + np.exp(-products[0])) * products[1] if config.matrices == 2 else products[0]
+    assert (np.abs(found - wanted) <= 2.0**-8 * np.abs(wanted) + 1e-5 * wanted.std()).all()
+
+
+@pytest.mark.parametrize(("multiple", "warpgroups"), [(8, 4), (64, 2)])
+def test_every_thread_stores_its_columns(multiple, warpgroups):
+    config = case("fp8 blocks", multiple, warpgroups, 1, 128, 64 * warpgroups * 2)[0]
+    rng = np.random.default_rng(0)
+    memory, y = Memory(), rng.normal(size=(config.rows, config.width)).astype(np.float32)
+    out = memory.add(np.zeros((config.rows, config.width), jnp.bfloat16))
+    machine = memory.machine(128 * warpgroups)
+    wg, row_of, t = lanes_of(warpgroups)
+    every = lambda n: np.full(machine.lane.shape, n, np.int32)
+    for row in range(0, config.rows, multiple):
+        for column in range(0, config.width, config.strip):
+            total = Fragment((64, multiple), packed._WGMMA)
+            for i, (second, place) in enumerate(rows.pair_places(total)):
+                at = column + 64 * wg + column_of(row_of[second])
+                pair = [y[row + place + 2 * t + k, at] for k in range(2)]
+                total.registers.reshape(-1)[i] = tuple(pair)
+            ours, theirs = emulated(kernel, machine), emulated(packed, machine)
+            with ours, theirs, mock.patch.object(packed_sums, "arith", Arith):
+                places = every(out).astype(np.int64)
+                kernel.store_pairs(config, places, total, wg.astype(np.int32), every(row), every(column))
+    found = machine.memory[out : out + 2 * y.size].view(jnp.bfloat16).reshape(y.shape)
+    np.testing.assert_array_equal(found, y.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 3, 4])
+def test_warpgroups_ask_for_no_more_registers_than_the_cta_has(warpgroups):
+    """setmaxnreg waits for ever for registers that the CTA did not have at its start."""
+    at_start = min(65536 // (128 * (warpgroups + 1)) // 8 * 8, 248)
+    asked = warpgroups * kernel.COMPUTING_REGISTERS[warpgroups] + kernel.LOADING_REGISTERS[warpgroups]
+    assert asked <= (warpgroups + 1) * at_start
+    for registers in (kernel.COMPUTING_REGISTERS[warpgroups], kernel.LOADING_REGISTERS[warpgroups]):
+        assert registers % 8 == 0 and 24 <= registers <= 256
+
+
+MODELS = {  # experts, experts of a token, hidden, width
+    "Qwen3 30B-A3B": (128, 8, 2048, 768),
+    "DeepSeek V3": (256, 8, 7168, 2048),
+    "gpt-oss 20B": (32, 4, 2880, 2880),
+    "Mixtral 8x7B": (8, 2, 4096, 14336),
+    "OLMoE": (64, 8, 2048, 1024),
+    "hidden 320": (4, 2, 320, 448),
+}
+
+
+def chosen(model: str, tokens: int, form: str, down: bool, matrices: int = 1) -> ExpertPackedConfig | None:
+    experts, top, hidden, width = MODELS[model]
+    inner, width = (width, hidden) if down else (hidden, width)
+    form = FORMS[form] | dict(group=FORMS[form]["group"] or inner)
+    multiple = tile_rows_of(tokens * top, experts, form["format"])
+    padded = padded_count(tokens * top, experts, multiple)
+    return choose(
+        132, width=width, matrices=matrices, rows=padded, inner=inner, experts=experts, multiple=multiple,
+        dtype="bfloat16", **form,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_chosen_launch_is_one_that_the_kernel_serves(model, form):
+    found = [chosen(model, tokens, form, down) for tokens in (1, 64, 2048) for down in (False, True)]
+    inner_widths = MODELS[model][2:]
+    is_served = all(n % (128 if FORMS[form]["format"] in ("int8", "fp8") else 64) == 0 for n in inner_widths)
+    for config in found:
+        if config is not None:
+            assert not supports(config) and cost(config) > 0
+            assert config.stages >= 3 and config.stages * config.stage_bytes <= SHARED_BYTES
+            assert config.ctas <= 132 and cost(config, 1) <= cost(config)
+    group = FORMS[form]["group"]
+    if is_served and all(n % max(group, 64) == 0 for n in inner_widths):
+        assert None not in found
+
+
+def test_tiles_grow_with_the_rows_of_an_expert():
+    tiles = [tile_rows_of(n, 8, "fp8") for n in (1, 8, 64, 256, 1024, 4096)]
+    assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == max(ROW_TILES)
+
+
+def test_refuses_with_every_reason():
+    config, x, matrices, tiles, *_ = case("fp8 blocks", 8, 2, 1, 256, 256)
+    bad = dataclasses.replace(config, inner=320, widths=(320,), dtype="float32", has_zeros=True, rows=7)
+    reasons = supports(bad)
+    for part in ("results float32", "zero points of fp8", "inner 320", "width 320", "7 rows"):
+        assert any(part in reason for reason in reasons), reasons
+    fields = dict(
+        warpgroups=5, multiple=12, depth=32, experts=0, ctas=0, format="int5", widths=(256, 128), group=16, stages=2,
+    )  # fmt: skip
+    for field, value in fields.items():
+        assert len(supports(dataclasses.replace(config, **{field: value}))) == 1, field
+    (reason,) = supports(dataclasses.replace(config, warpgroups=1, widths=(64,)))
+    assert reason == "64 columns of a CTA: wanted a multiple of 128"
+    (reason,) = supports(dataclasses.replace(config, multiple=128, rows=128, widths=(256, 256)))
+    assert reason == "sums of 128 rows, 2 matrices: wanted 128"
+    (reason,) = supports(dataclasses.replace(config, stages=13))
+    assert "bytes of shared memory: too many" in reason
+    assert "chip sm_100" in supports(config, chip="sm_100")[0]
+    with pytest.raises(NotImplementedError, match="inner 320"):
+        kernel.expert_packed_product(x, tuple(matrices), tiles, bad)
+    with pytest.raises(ValueError, match=r"x bfloat16\[8, 256\] must be bfloat16\[\d+, 256\]"):
+        kernel.expert_packed_product(x[:8], tuple(matrices), tiles, config)
+    with pytest.raises(ValueError, match=r"tiles int32\[1, 3\] must be int32\[\d+, 3\]"):
+        kernel.expert_packed_product(x, tuple(matrices), tiles[:1], config)
+
+
+@pytest.mark.parametrize(
+    ("model", "form", "matrices", "tokens"),
+    [("Qwen3 30B-A3B", "fp8 blocks", 2, 64), ("gpt-oss 20B", "MXFP4", 1, 256), ("Mixtral 8x7B", "AWQ", 1, 2048),
+     ("DeepSeek V3", "int8", 2, 2048), ("OLMoE", "int4 of 32", 2, 300)],
+)  # fmt: skip
+def test_it_lowers_for_cuda(model, form, matrices, tokens):
+    config = chosen(model, tokens, form, False, matrices)
+    assert config is not None
+    four, array = config.format in ("int4", "fp4"), jax.ShapeDtypeStruct
+    e, i, w = config.experts, config.inner, config.width
+    codes = {"int8": jnp.int8, "fp8": jnp.uint8}.get(config.format, jnp.uint32)
+    matrix = array((e, i // 8 if four else i, w), codes), array((e, i // config.group, w), config.scale_dtype)
+    matrix += (array((e, i // config.group, w), jnp.int8) if config.has_zeros else None,)
+    run = lambda x, tiles, matrices: kernel.expert_packed_product(x, matrices, tiles, config)
+    check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
+    export = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=[check])(
+        array((config.rows, i), jnp.bfloat16), array((1 + config.tiles, 3), jnp.int32), (matrix,) * matrices
+    )
+    assert export.out_avals[0].shape == (config.rows, w) and "mosaic_gpu_v2" in export.mlir_module()
+
+
+def test_a_gate_and_up_of_many_rows_are_two_launches():
+    assert chosen("Mixtral 8x7B", 2048, "AWQ", False, 2) is None and chosen("Mixtral 8x7B", 2048, "AWQ", False)
