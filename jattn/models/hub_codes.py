@@ -1,7 +1,6 @@
 """Codes and scales of a weight, as tensors of hub folders hold them, to a Decoded."""
 
 import math
-from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -77,12 +76,11 @@ NVFP4_GROUP = 16
 
 
 def nvfp4(
-    name: str, combine: Callable, codes: np.ndarray, scales: np.ndarray, of_whole: np.ndarray, *of_activations
+    name: str, is_divisor: bool, codes: np.ndarray, scales: np.ndarray, of_whole: np.ndarray, *of_activations
 ) -> Decoded:
     """NVFP4: e2m1, two in a byte with the first in the low bits; e4m3 scales of groups, and one of the whole weight.
 
-    name: the ending of the last one. combine: of the scales of groups and that one, multiply or divide. The result is
-    float32, because the product of both fits no smaller float.
+    name: the ending of the last one. is_divisor: are the scales of groups divided by it? Else they are multiplied.
     """
     check_matrices(codes=codes, scales=scales)
     if codes.dtype != np.uint8:
@@ -91,19 +89,20 @@ def nvfp4(
         raise ValueError(f"scales have dtype {scales.dtype}, which must be float8_e4m3fn")
     if of_whole.size != 1 or of_whole.dtype.name not in SCALES:
         raise ValueError(f"{name} is {of_whole.dtype}{list(of_whole.shape)}, which must be one float32")
-    if not (factor := np.float32(of_whole.reshape(()))) > 0:
-        raise ValueError(f"{name} is {factor:g}, which must be above 0")
+    if not (whole := np.float32(of_whole.reshape(()))) > 0:
+        raise ValueError(f"{name} is {whole:g}, which must be above 0")
     check_word_of_inputs(2 * codes.shape[1])
     with np.errstate(over="ignore"):
-        both = combine(scales.astype(np.float32), factor)
-    if not np.isfinite(both).all():
-        raise ValueError(f"{name} is {factor:g}, with which the scales do not fit in float32")
-    return Decoded(in_places(np.ascontiguousarray(codes).view("<u4")), both)
+        factor = 1 / whole if is_divisor else whole
+    if not np.finfo(np.float32).tiny <= factor < np.inf:  # XLA:CPU takes subnormal numbers for 0
+        raise ValueError(f"{name} is {whole:g}: the factor {factor:g} of the weight is no normal float32")
+    of_outputs = np.full((len(codes), 1), factor, np.float32)
+    return Decoded(in_places(np.ascontiguousarray(codes).view("<u4")), scales, factor=of_outputs)
 
 
 def nvfp4_groups(inputs: int, scales: np.ndarray, *_) -> Groups:
     """The groups of `nvfp4`."""
-    return Groups(scales.shape[1], np.dtype(np.float32))
+    return Groups(scales.shape[1], scales.dtype, has_factor=True)
 
 
 def unpacked(bits: int, words: np.ndarray) -> np.ndarray:

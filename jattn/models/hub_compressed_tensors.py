@@ -115,7 +115,7 @@ def _scheme(w: Weights, where: str) -> Scheme:
         return Scheme(format, needed, decode, of_packed, optional, group_size=w.group_size)
     if w.layout == NVFP4 and code == ("float", 4) and is_by_group and w.is_symmetric and w.group_size == NVFP4_GROUP:
         needed = ("weight_packed", "weight_scale", "weight_global_scale")
-        decode = functools.partial(nvfp4, "weight_global_scale", np.divide)
+        decode = functools.partial(nvfp4, "weight_global_scale", True)
         return Scheme("fp4", needed, decode, nvfp4_groups, ("input_global_scale",), group_size=w.group_size)
     is_plain = w.layout in PLAIN and code in (("int", 4), ("int", 8), ("float", 8))  # int8 holds codes of 4 bits, too
     needed, format = ("weight", "weight_scale", *needed_zero), "int8" if w.kind == "int" else "fp8"

@@ -59,7 +59,7 @@ def _blocks(weight: np.ndarray, scales: np.ndarray, *of_activations) -> Decoded:
 
 WEIGHT, INPUT = ("weight", "weight_scale"), ("input_scale",)
 OF_NVFP4 = Scheme(
-    "fp4", (*WEIGHT, "weight_scale_2"), functools.partial(nvfp4, "weight_scale_2", np.multiply), nvfp4_groups,
+    "fp4", (*WEIGHT, "weight_scale_2"), functools.partial(nvfp4, "weight_scale_2", False), nvfp4_groups,
     INPUT, group_size=NVFP4_GROUP,
 )  # fmt: skip
 ALGORITHMS = {

@@ -18,7 +18,7 @@ from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
 from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, plain
 
 SCALES = ("float16", "bfloat16", "float32")
-"""Dtypes of scales."""
+"""Dtypes of scales that have no factor."""
 
 CACHE_SCALES = (
     ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point",
@@ -33,11 +33,13 @@ WHOLE = -1
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """A weight [out, in] as torch orders it: its codes, scales [out, groups] and zero points int8 [out, groups]."""
+    """A weight [out, in] as torch orders it: its codes, scales [out, groups], zero points int8 [out, groups] and factor
+    float32 [out, 1], as of a QuantisedArray."""
 
     codes: np.ndarray  # int8; uint8 of fp8; of 4 bits uint32 [out, in / 8], as in QuantisedArray
     scales: np.ndarray
     zero_points: np.ndarray | None = None
+    factor: np.ndarray | None = None
 
     def check(self, group_size: int | None) -> None:
         """ValueError unless the shapes fit one another and the group size, and the scales are floats."""
@@ -45,22 +47,23 @@ class Decoded:
         if codes.ndim != 2 or scales.ndim != 2 or len(codes) != len(scales):
             raise ValueError(f"codes {codes.shape} and scales {scales.shape} must have equal numbers of outputs")
         inputs = codes.shape[1] * (PACKED if codes.dtype == np.uint32 else 1)
-        check_groups(scales.shape[1], inputs, scales.dtype, group_size)
+        check_groups(scales.shape[1], inputs, scales.dtype, group_size, self.factor is not None)
         if zeros is not None and zeros.shape != scales.shape:
             raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} must have equal shapes")
 
 
-def check_groups(groups: int, inputs: int, dtype: np.dtype, size: int | None) -> None:
+def check_groups(groups: int, inputs: int, dtype: np.dtype, size: int | None, has_factor: bool = False) -> None:
     """ValueError unless so many inputs can have so many groups of this size, with scales of this dtype.
 
-    size: None: unknown. A group of more inputs than there are has all of them; the last of several must be whole.
+    has_factor: scales are e4m3. size: None: unknown. A group of more inputs than there are has all of them; the last of
+    several must be whole.
     """
     if groups < 1 or inputs < 1 or inputs % groups:
         raise ValueError(f"the number of its groups does not divide the number of its inputs: {groups}, {inputs}")
     if size is not None and inputs // groups != (inputs if size == WHOLE else min(size, inputs)):
         raise ValueError(f"its {inputs} inputs have {groups} groups, which do not have group_size={size} inputs each")
-    if dtype.name not in SCALES:
-        raise ValueError(f"scales have dtype {dtype}, which must be one of {', '.join(SCALES)}")
+    if dtype.name not in (wanted := ("float8_e4m3fn",) if has_factor else SCALES):
+        raise ValueError(f"scales have dtype {dtype}, which must be one of {', '.join(wanted)}")
 
 
 class Groups(NamedTuple):
@@ -69,6 +72,7 @@ class Groups(NamedTuple):
     number: int  # in each output
     dtype: np.dtype  # of the scales
     has_zero_points: bool = False
+    has_factor: bool = False
 
 
 Names = tuple[tuple[str | None, ...], ...]
@@ -105,7 +109,7 @@ class Scheme:
             return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
         axis = _inputs_axis(source.make)
         groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
-        check_groups(groups.number, shape[axis], groups.dtype, self.group_size)
+        check_groups(groups.number, shape[axis], groups.dtype, self.group_size, groups.has_factor)
 
         def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:
             sizes = list(shape)
@@ -115,7 +119,8 @@ class Scheme:
         is_packed, codes = FORMATS[self.format].bits == 4, {"int8": np.int8, "fp8": np.uint8}
         values = array(shape[axis] // PACKED, np.uint32) if is_packed else array(shape[axis], codes[self.format])
         zeros = array(groups.number, np.int8) if groups.has_zero_points else None
-        parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros)
+        factor = array(1, np.float32) if groups.has_factor else None
+        parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros, factor=factor)
         return QuantisedArray(**parts, format=self.format, axis=axis, dtype=jax.dtypes.canonicalize_dtype(dtype))
 
     def _names(self, source: TensorSource, stored: Container[str]) -> list[list[str]] | None:
@@ -154,7 +159,7 @@ class Scheme:
         return make(np.asarray(plain(self._weight(unchanged, names, dtype, *tensors))))
 
     def _weight(self, make: Callable, names: Names, dtype: Any, *tensors) -> QuantisedArray:
-        """What `make` makes of the modules' weights, made of their codes, their scales and their zero points."""
+        """What `make` makes of the modules' weights, made of each of their arrays."""
         left = iter(tensors)
         of_module = lambda each: [None if name is None else next(left) for name in each]
         modules = [self._decoded(each[0] if len(names) > 1 else None, of_module(each), dtype) for each in names]
@@ -164,8 +169,9 @@ class Scheme:
         if len(has_zeros) > 1:
             raise ValueError("some of its modules have zero points, and some have none")
         codes, zeros = made("codes"), made("zero_points") if has_zeros.pop() else None
+        factor = None if modules[0].factor is None else made("factor")
         return QuantisedArray(
-            values=codes, scales=made("scales"), zero_points=zeros, format=self.format, axis=axis,
+            values=codes, scales=made("scales"), zero_points=zeros, factor=factor, format=self.format, axis=axis,
             dtype=jax.dtypes.canonicalize_dtype(dtype),
         )  # fmt: skip
 
@@ -182,9 +188,10 @@ class Scheme:
         return decoded
 
     def _check_range(self, decoded: Decoded, dtype: Any) -> None:
-        """ValueError if the largest code with the largest scale does not fit in the weight's dtype."""
+        """ValueError if the largest code with the largest scale and factor does not fit in the weight's dtype."""
         largest = FORMATS[self.format].largest * (1 if decoded.zero_points is None else 2)
         scale, limit = largest_magnitude(decoded.scales), float(jnp.finfo(dtype).max)
+        scale *= 1 if decoded.factor is None else largest_magnitude(decoded.factor)
         if scale * largest > limit:
             raise ValueError(f"a scale of {scale:g} gives weights that do not fit in {np.dtype(dtype).name}")
 

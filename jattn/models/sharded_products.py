@@ -79,7 +79,8 @@ def rows_partition(mesh: AnyMesh, kernel: Kernel) -> Any:
         return None
     of_groups = REPLICATED if groups == 1 else rows
     zero_points = None if kernel.zero_points is None else of_groups
-    return dataclasses.replace(kernel, values=rows, scales=of_groups, zero_points=zero_points)
+    factor = None if kernel.factor is None else REPLICATED
+    return dataclasses.replace(kernel, values=rows, scales=of_groups, zero_points=zero_points, factor=factor)
 
 
 def sharded_mlp(mesh: AnyMesh, mlp: MLP, sums: RankSums, weights: dict, x: jax.Array) -> jax.Array:

@@ -141,6 +141,8 @@ def _packed_config(
     processors, (experts, inner, width), rows = device.processors(), kernel.shape, x.shape[0]
     if device.detect().platform != "gpu" or processors is None or is_partitioned() or kernel.axis != -2:
         return None
+    if kernel.factor is not None:
+        return None
     if rows > experts * PACKED_ROWS_OF_EXPERT:
         return None
     return packed_product_config.choose(
@@ -155,8 +157,7 @@ def _native(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
     """The C++ kernel. Its derivatives are those of `_batched`. Under vmap it is called once per element."""
     if not isinstance(kernel, QuantisedArray):
         return ops.expert_product(x, kernel, sizes, out_dtype=x.dtype)
-    arrays = (kernel.values, kernel.scales, kernel.zero_points)
-    return ops.packed_expert_product(x, arrays, sizes, kernel.format, out_dtype=x.dtype)
+    return ops.packed_expert_product(x, kernel.arrays, sizes, kernel.format, out_dtype=x.dtype)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))

@@ -58,7 +58,8 @@ def _form(kernel: Kernel) -> tuple:
     """Kernels of one form can be multiplied in one call."""
     if not isinstance(kernel, QuantisedArray):
         return ()
-    return kernel.format, kernel.axis, kernel.group_size, kernel.scales.dtype, kernel.zero_points is None
+    has_parts = kernel.zero_points is not None, kernel.factor is not None
+    return kernel.format, kernel.axis, kernel.group_size, kernel.scales.dtype, *has_parts
 
 
 def _choose(x: jax.Array, kernels: Kernels, dtype: Any) -> Implementation:
@@ -185,7 +186,7 @@ def has_native_groups(kernel: Any) -> bool:
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def _packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: bool, dtype: Any) -> Arrays:
     """The C++ kernel for quantised matrices. Its derivatives are those of the dot of the dequantised ones."""
-    matrices = [(kernel.values, kernel.scales, kernel.zero_points) for kernel in kernels]
+    matrices = [kernel.arrays for kernel in kernels]
     return ops.packed_product(x, matrices, kernels[0].format, transposed=transposed, out_dtype=dtype)
 
 
@@ -202,7 +203,7 @@ GpuConfig = packed_product_config.PackedProductConfig | packed_wgmma_config.Pack
 def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
     """The launch on this GPU for quantised matrices of one form; None if no kernel serves them."""
     first, processors = kernels[0], device.processors()
-    if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2:
+    if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2 or first.factor is not None:
         return None
     if x.ndim != 2 or x.shape[0] < 1:
         return None

@@ -1,6 +1,8 @@
 """QuantisedArray: a weight matrix kept in 4 or 8 bits with scales, the numbers it stands for, and how it is made.
 
-A group is some consecutive inputs of one output: number = (number of the code - zero point of the group) * its scale.
+A group is some consecutive inputs of one output:
+
+    number = (number of the code - zero point of the group) * its scale * the factor of the output
 """
 
 import dataclasses
@@ -44,8 +46,9 @@ class QuantisedArray:
     """
 
     values: jax.Array  # int8 or, for fp8, uint8 [..., in, out]; of 4 bits uint32 [..., in / 8, out]
-    scales: jax.Array  # float [..., groups, out]
+    scales: jax.Array  # float, or float8_e4m3fn, [..., groups, out]
     zero_points: jax.Array | None = None  # int8 [..., groups, out]
+    factor: jax.Array | None = None  # float32 [..., 1, out], for scales with few bits; None: 1
     format: str = static()
     axis: int = static(default=-2)  # of the inputs, from the end
     dtype: Any = static()  # np.dtype
@@ -63,6 +66,11 @@ class QuantisedArray:
         return self.values.ndim
 
     @property
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+        """What kernels take."""
+        return self.values, self.scales, self.zero_points, self.factor
+
+    @property
     def group_size(self) -> int:
         """Inputs of a group."""
         return self.shape[self.axis] // self.scales.shape[self.axis]
@@ -76,7 +84,9 @@ class QuantisedArray:
         if self.zero_points is not None:
             numbers = numbers - of_group(self.zero_points.astype(jnp.float32))
         numbers = numbers * of_group(self.scales.astype(jnp.float32))
-        return numbers.reshape(self.shape).astype(self.dtype if dtype is None else dtype)
+        numbers = numbers.reshape(self.shape)
+        numbers = numbers if self.factor is None else numbers * self.factor
+        return numbers.astype(self.dtype if dtype is None else dtype)
 
     def with_groups_of(self, size: int) -> "QuantisedArray":
         """The same numbers in smaller groups. size divides the group size."""

@@ -24,7 +24,7 @@ from jattn.models.load import stored_weights
 from jattn.ops import product
 from jattn.ops.quantised import is_quantised, plain
 from pallas_kernels.cpu.native import library
-from tests.models import test_hub_formats, tiny
+from tests.models import test_hub_formats, test_hub_nvfp4, tiny
 
 VOCAB = 64
 COMMON = dict(
@@ -363,24 +363,26 @@ def test_each_rank_multiplies_by_its_quantised_weights_as_they_are(config, quant
     )
 
 
-@pytest.mark.parametrize("quantization", [None, "fp8"], ids=["stored packed", "quantised at load"])
-def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, quantization):
-    """In groups of 32. A rank has 48 inputs of `down`."""
+@pytest.mark.parametrize("stored", ["int4", "fp4", None], ids=["AWQ", "NVFP4", "quantised at load"])
+def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, stored):
+    """In groups of 32, of NVFP4 16. A rank has 48 inputs of `down`."""
     path, config = tmp_path / "model", test_hub_formats.CONFIG | dict(num_hidden_layers=1)
-    if quantization is None:
+    if stored == "int4":
         test_hub_formats.folder(path, test_hub_formats.AWQ, test_hub_formats.awq_pack, config)
+    elif stored == "fp4":
+        test_hub_formats.folder(path, test_hub_nvfp4.MODELOPT, test_hub_nvfp4.modelopt_pack, config)
     else:
         path.mkdir()
         tiny.write(path, config, tiny.tensors(config))
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    options = OPTIONS | dict(deterministic=True, quantization=quantization)
+    options = OPTIONS | dict(deterministic=True, quantization=None if stored else "fp8")
     one, two = (Engine.from_pretrained(path, tensor_parallel=n, **options) for n in (1, 2))
     jax.tree.map(np.testing.assert_array_equal, numbers(one.params), numbers(two.params))
     down = two.params["layers"][0]["mlp"]["down"]["kernel"]
-    assert (down.format, down.group_size) == ("int4" if quantization is None else "fp8", 16)
+    assert (down.format, down.group_size) == (stored or "fp8", 16)
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(two.params)} == {2}
     assert {2 * shard.data.nbytes for shard in down.values.addressable_shards} == {down.values.nbytes}
-    if quantization is None:
+    if stored:
         for served in one, two:
             places, config_ = served.runner.model.model_mesh, served.config
             planned = Footprint(config_, "float32", None, places, stored_weights(path)).weight_bytes()

@@ -85,16 +85,20 @@ def ct_settings(activations=4, strategy="tensor_group"):
 def test_modelopt_nvfp4(tmp_path):
     params = check(tmp_path / "nvfp4", MODELOPT, modelopt_pack, "fp4")
     kernel = params["layers"][0]["attn"]["q"]["kernel"]
-    assert kernel.group_size == 16 and kernel.scales.dtype == "float32" and kernel.zero_points is None
+    assert kernel.group_size == 16 and kernel.scales.dtype == E4M3 and kernel.zero_points is None
+    assert kernel.factor.shape == (1, kernel.shape[1]) and kernel.factor.dtype == "float32"
+    bits = 8 * sum(x.nbytes for x in jax.tree.leaves(kernel)) / (kernel.shape[0] * kernel.shape[1])
+    assert bits == 4.5 + 32 / kernel.shape[0]
 
 
 def test_the_first_code_of_a_byte_is_in_its_low_bits():
     from jattn.models.hub_codes import nvfp4
 
     weight = np.array([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], np.uint8)
-    decoded = nvfp4("", np.multiply, weight, np.ones((1, 1), E4M3), np.array(2.0, np.float32))
+    decoded = nvfp4("", False, weight, np.ones((1, 1), E4M3), np.array(2.0, np.float32))
     np.testing.assert_array_equal(unpacked(decoded.codes, 1), np.arange(16)[None])
-    np.testing.assert_array_equal(decoded.scales, [[2.0]])
+    np.testing.assert_array_equal(decoded.scales, np.ones((1, 1), E4M3))
+    np.testing.assert_array_equal(decoded.factor, [[2.0]])
 
 
 def move_settings(path):
@@ -141,7 +145,8 @@ def test_nvfp4_of_compressed_tensors(tmp_path, activations, strategy):
 def test_experts_of_nvfp4_have_scales_of_their_own(tmp_path):
     params = check(tmp_path / "moe", MODELOPT, modelopt_pack, "fp4", MOE, moe_tensors)
     kernel = params["layers"][0]["mlp"]["down"]["kernel"]
-    assert (kernel.shape, kernel.scales.shape) == ((4, 32, 64), (4, 2, 64))
+    assert (kernel.shape, kernel.scales.shape, kernel.factor.shape) == ((4, 32, 64), (4, 2, 64), (4, 1, 64))
+    assert len(np.unique(kernel.factor)) == 4
 
 
 PHI3 = examples.of(
@@ -285,6 +290,7 @@ WRONG = {  # of the scale of a whole weight
     "0": (np.float32([0.0]), "{} is 0, which must be above 0"), "negative": (np.float32([-1]), "{} is -1, which must"),
     "nan": (np.float32([np.nan]), "{}.* has NaN"), "two": (np.float32([1, 2]), r"{} is float32\[2\], which must be"),
     "int": (np.int32([1]), "{} is int32"), "absent": (None, "but .*{} is missing"),
+    "subnormal": (np.float32([1e-40]), "{} is .*e-41: the factor .* of the weight is no normal float32"),
 }  # fmt: skip
 
 

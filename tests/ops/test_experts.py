@@ -26,7 +26,7 @@ def stacked(format, inputs, outputs, group, *, count=4, **how):
     """(the weight with an axis of experts, its numbers [experts, in, out])"""
     each = [drawn(format, inputs, outputs, group, seed=e, **how) for e in range(count)]
     joined = lambda name: [getattr(weight, name) for weight, _ in each]
-    arrays = {n: joined(n) for n in ("values", "scales", "zero_points")}
+    arrays = {n: joined(n) for n in ("values", "scales", "zero_points", "factor")}
     arrays = {n: None if x[0] is None else jnp.stack(x) for n, x in arrays.items()}
     return dataclasses.replace(each[0][0], **arrays), np.stack([exact for _, exact in each])
 
@@ -38,7 +38,7 @@ def test_each_row_is_multiplied_by_its_expert(monkeypatch, format, native):
         pytest.skip("no native library")
     used = []
     monkeypatch.setattr(experts, "_is_native", lambda *args: used.append(native) or native)
-    weight, exact = stacked(format, 64, 24, 32, zeros=format.startswith("int"))
+    weight, exact = stacked(format, 64, 24, 32, zeros=format.startswith("int"), factor=format.startswith("fp"))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((sum(SIZES) + 2, 64)), jnp.float32)
     y = experts.expert_product(x, weight, jnp.array(SIZES))
     expert = np.repeat(np.arange(len(SIZES)), SIZES)

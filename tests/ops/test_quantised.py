@@ -29,6 +29,7 @@ def drawn(
     group: int,
     *,
     zeros=False,
+    factor=False,
     axis=-2,
     seed=0,
     scales="float32",
@@ -46,13 +47,15 @@ def drawn(
     zero = rng.integers(-8, 9, scale.shape).astype(np.int8) if zeros else None
     exact = numbers - (0 if zero is None else np.repeat(zero.astype(float), group, axis=0))
     exact = exact * np.repeat(scale.astype(np.float64), group, axis=0)
+    of_outputs = rng.uniform(0.5, 1.5, (1, outputs)).astype(np.float32) if factor else None
+    exact = exact if of_outputs is None else exact * of_outputs
     turned = lambda x: x if axis == -2 else np.ascontiguousarray(x.T)
     values = codes.view(np.int8) if format == "int8" else codes
     values = jnp.asarray(turned(values))
     weight = QuantisedArray(
         values=packed(values, axis) if format in ("int4", "fp4") else values, scales=jnp.asarray(turned(scale)),
         zero_points=None if zero is None else jnp.asarray(turned(zero)), format=format, axis=axis,
-        dtype=np.dtype("float32"),
+        factor=None if of_outputs is None else jnp.asarray(turned(of_outputs)), dtype=np.dtype("float32"),
     )  # fmt: skip
     return weight, exact
 
@@ -61,11 +64,12 @@ def drawn(
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_numbers_of_the_codes(format, zeros, axis):
-    weight, exact = drawn(format, 64, 5, 32, zeros=zeros, axis=axis)
+    weight, exact = drawn(format, 64, 5, 32, zeros=zeros, axis=axis, factor=zeros)
     wanted = exact if axis == -2 else exact.T
     assert (weight.shape, weight.ndim, weight.group_size) == (wanted.shape, 2, 32)
     assert weight.dequantise().dtype == "float32" and weight.dequantise("bfloat16").dtype == jnp.bfloat16
     np.testing.assert_allclose(weight.dequantise(), wanted, rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(weight.with_groups_of(16).dequantise(), weight.dequantise())
 
 
 def test_eight_codes_are_one_word_with_even_inputs_in_its_lower_half():
@@ -100,7 +104,8 @@ def test_int4_uses_its_sixteen_codes():
 @pytest.mark.parametrize("format", FORMATS)
 def test_products_are_those_of_the_dequantised_weight(format, dtype, transposed):
     axis = -1 if transposed else -2
-    (a, of_a), (b, of_b) = (drawn(format, 64, n, 32, zeros=n == 7, axis=axis, seed=n) for n in (33, 7))
+    draw = lambda n: drawn(format, 64, n, 32, zeros=n == 7, factor=n == 7, axis=axis, seed=n)
+    (a, of_a), (b, of_b) = draw(33), draw(7)
     for rows in (1, 2, 9):
         x = jnp.asarray(np.random.default_rng(rows).standard_normal((rows, 64)), dtype)
         for y, exact in zip(products(x, (a, b), transposed=transposed), (of_a, of_b), strict=True):
@@ -148,7 +153,7 @@ def test_matrices_that_the_cpp_kernel_takes():
 
 
 def test_the_gradient_of_the_rows():
-    weight, exact = drawn("int8", 32, 5, 32)
+    weight, exact = drawn("int8", 32, 5, 32, factor=True)
     of_x = jax.grad(lambda x: (product(x, weight) ** 2).sum())(jnp.ones((2, 32)))
     np.testing.assert_allclose(of_x, 2 * (np.ones((2, 32)) @ exact) @ exact.T, rtol=1e-4)
 

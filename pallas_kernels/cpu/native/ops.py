@@ -199,14 +199,14 @@ def _product(x, matrices, widths, out_dtype, transposed: bool, silu: bool, isa: 
     return tuple(call(x, *matrices, transposed=transposed, silu=silu, isa=isa, threads=np.int32(threads)))
 
 
-Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
-"""values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
+Packed = tuple[jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"]
+"""values, scales, zero points, factor: those of a QuantisedArray (jattn/ops/quantised.py)."""
 PACKED_FORMATS = ("int8", "fp8", "int4", "fp4")  # in the order of product_args.h
 
 
 def packed_product(
     x: jax.Array,  # [T in]
-    matrices: Sequence[Packed],  # of one format and group size, all with zero points or none
+    matrices: Sequence[Packed],  # of one format, group size and dtype of scales, all with zero points or none
     format: str,
     *,
     out_dtype,
@@ -217,9 +217,9 @@ def packed_product(
     """x @ the dequantised matrix for each of them, in float32. The bits of a row depend on that row only."""
     library.check_isa(isa)
     arrays = []
-    for values, scales, zero_points in matrices:
-        arrays += [values, scales, jnp.zeros((0, 0), jnp.int8) if zero_points is None else zero_points]
-    widths = [values.shape[0 if transposed else 1] for values, _, _ in matrices]
+    for values, scales, zero_points, factor in matrices:
+        arrays += [values, scales, jnp.zeros((0, 0), jnp.int8) if zero_points is None else zero_points, _floats(factor)]
+    widths = [values.shape[0 if transposed else 1] for values, *_ in matrices]
     call = jax.ffi.ffi_call(
         library.PACKED_PRODUCT,
         tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(out_dtype)) for width in widths),
@@ -245,12 +245,12 @@ def packed_expert_product(
 ) -> jax.Array:
     """[N out] each row times the dequantised matrix of its expert, in float32. Rows beyond the sizes are undefined."""
     library.check_isa(isa)
-    values, scales, zero_points = weights
+    values, scales, zero_points, factor = weights
     zero_points = jnp.zeros((0, 0, 0), jnp.int8) if zero_points is None else zero_points
     shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[2]), jnp.dtype(out_dtype))
     call = jax.ffi.ffi_call(library.PACKED_EXPERT_PRODUCT, shape, vmap_method="sequential")
     form = dict(format=np.int32(PACKED_FORMATS.index(format)), isa=isa, threads=np.int32(threads))
-    return call(x, values, scales, zero_points, _ints(sizes), **form)
+    return call(x, values, scales, zero_points, _floats(factor), _ints(sizes), **form)
 
 
 def draw(

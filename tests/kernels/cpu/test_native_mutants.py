@@ -59,6 +59,7 @@ CAUGHT_BY = {
     "product_columns_unordered": "product",
     "product_tail_dropped": "product",
     "latent_not_in_keys": "latent",
+    "packed_factor_ignored": "packed product",
     "packed_scales_of_first_group": "packed product",
     "packed_zero_points_ignored": "packed product",
     "empty_experts_not_counted": "experts",
@@ -120,9 +121,10 @@ def check_packed_product() -> None:
     x, values = rng.standard_normal((14, 192)), rng.integers(-128, 128, (192, 45)).astype(np.int8)
     scales, zeros = rng.uniform(0.5, 1.0, (3, 45)) / 128, rng.integers(-128, 128, (3, 45)).astype(np.int8)
     wanted = x @ ((values - np.repeat(zeros.astype(float), 64, 0)) * np.repeat(scales, 64, 0))
-    given = (jnp.asarray(values), jnp.asarray(scales, jnp.float32), jnp.asarray(zeros))
+    factor, floats = rng.uniform(0.5, 1.0, (1, 45)), lambda x: jnp.asarray(x, jnp.float32)
+    given = (jnp.asarray(values), floats(scales), jnp.asarray(zeros), floats(factor))
     (y,) = ops.packed_product(jnp.asarray(x, jnp.float32), [given], "int8", out_dtype="float32")
-    np.testing.assert_allclose(y, wanted, atol=1e-3)
+    np.testing.assert_allclose(y, wanted * factor, atol=1e-3)
 
 
 def check_expert_product() -> None:

@@ -261,6 +261,11 @@ inline bool float_dtype_of(const AnyBuffer& array, Dtype& dtype) {
     return dtype_of(array.element_type(), dtype) && (int)dtype < kNumFloats;
 }
 
+// The same of scales, which may have e4m3.
+inline bool scale_dtype_of(const AnyBuffer& array, Dtype& dtype) {
+    return dtype_of(array.element_type(), dtype) && ((int)dtype < kNumFloats || dtype == Dtype::e4m3);
+}
+
 // The arguments of the products of several heads. Returns the error of the first check that fails.
 inline std::string head_product_args(const AnyBuffer& x, const AnyBuffer& w, const AnyBuffer& y,
                                      HeadProductArgs& args) {
@@ -318,6 +323,11 @@ inline std::string product_args(const AnyBuffer& x, ffi::RemainingArgs matrices,
     return checks.error;
 }
 
+// The numbers of an array of float32; nullptr if it has none.
+inline const float* floats_or_none(const AnyBuffer& array) {
+    return array.element_count() ? static_cast<const float*>(array.untyped_data()) : nullptr;
+}
+
 // Groups that share scales: chunks of inputs must not have parts of two.
 inline void group_checks(ArrayChecks& checks, int64_t groups, int64_t group_size, bool is_4_bits) {
     if (groups <= 1) return;
@@ -326,14 +336,14 @@ inline void group_checks(ArrayChecks& checks, int64_t groups, int64_t group_size
     if (is_4_bits) checks.multiple("the inputs of a group", group_size, "the inputs of a word", 8);
 }
 
-// The same for weights in 4 or 8 bits: each matrix is three arrays, its values, scales and zero points.
+// The same for weights in 4 or 8 bits: each matrix is four arrays, its values, scales, zero points and factor.
 inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs matrices, ffi::RemainingRets results,
                                        int32_t format, bool transposed, ProductArgs& args, ProductMatrix* parts) {
     ArrayChecks checks;
     checks.dtype("x", x, float_dtype_of(x, args.dtype), "float32, float16 or bfloat16");
     checks.rank("x", x, 2);
     checks.count("format", format, 0, (transposed ? kNumTransposedFormats : kNumFormats) - 1);
-    checks.require(matrices.size() == 3 * results.size(), "there must be three arrays for each result");
+    checks.require(matrices.size() == 4 * results.size(), "there must be four arrays for each result");
     if (!checks.error.empty()) return checks.error;
     const bool is_4_bits = format >= (int)Format::int4;
     const auto stored = is_4_bits ? ffi::U32 : format == (int)Format::int8 ? ffi::S8 : ffi::U8;
@@ -345,17 +355,18 @@ inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs ma
     checks.count("the number of inputs", args.inputs, 0);
     if (is_4_bits) checks.multiple("the number of inputs", args.inputs, "the inputs of a word", 8);
     for (int64_t m = 0; m < args.num_matrices && checks.error.empty(); m++) {
-        const auto w = matrices.get<AnyBuffer>(3 * m), scales = matrices.get<AnyBuffer>(3 * m + 1);
-        const auto zero_points = matrices.get<AnyBuffer>(3 * m + 2);
+        const auto w = matrices.get<AnyBuffer>(4 * m), scales = matrices.get<AnyBuffer>(4 * m + 1);
+        const auto zero_points = matrices.get<AnyBuffer>(4 * m + 2), factor = matrices.get<AnyBuffer>(4 * m + 3);
         auto y = results.get<AnyBuffer>(m);
-        if (!w.has_value() || !scales.has_value() || !zero_points.has_value() || !y.has_value())
+        if (!w.has_value() || !scales.has_value() || !zero_points.has_value() || !factor.has_value() || !y.has_value())
             return "matrices and results must be arrays";
         Dtype scale_dtype, out_dtype;
         checks.dtype("w", *w, w->element_type() == stored, "that of its format");
         checks.dtype("scales", *scales,
-                     float_dtype_of(*scales, scale_dtype) && (!m || scale_dtype == args.scale_dtype),
-                     "float32, float16 or bfloat16, the same for all");
+                     scale_dtype_of(*scales, scale_dtype) && (!m || scale_dtype == args.scale_dtype),
+                     "float32, float16, bfloat16 or e4m3, the same for all");
         checks.dtype("zero_points", *zero_points, zero_points->element_type() == ffi::S8, "int8");
+        checks.dtype("factor", *factor, factor->element_type() == ffi::F32, "float32");
         checks.dtype("y", **y, float_dtype_of(**y, out_dtype) && (!m || out_dtype == args.out_dtype),
                      "float32, float16 or bfloat16, the same for all");
         checks.rank("w", *w, 2);
@@ -369,6 +380,7 @@ inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs ma
         checks.count("the number of groups", groups, 1, transposed ? 1 : std::max<int64_t>(1, args.inputs));
         checks.shape("w", *w, {transposed ? columns : loads, transposed ? loads : columns});
         checks.shape("scales", *scales, {transposed ? columns : groups, transposed ? groups : columns});
+        checks.shape_or_none("factor", *factor, {transposed ? columns : 1, transposed ? 1 : columns});
         checks.shape("y", **y, {args.rows, columns});
         if (!checks.error.empty()) break;
         checks.multiple("the number of inputs", args.inputs, "the number of groups", groups);
@@ -384,7 +396,7 @@ inline std::string packed_product_args(const AnyBuffer& x, ffi::RemainingArgs ma
         args.group_size = std::max<int64_t>(1, group_size), args.has_zero_points = has_zero_points;
         parts[m] = {static_cast<const char*>(w->untyped_data()), static_cast<char*>((*y)->untyped_data()), columns,
                     static_cast<const char*>(scales->untyped_data()),
-                    static_cast<const char*>(zero_points->untyped_data())};
+                    static_cast<const char*>(zero_points->untyped_data()), floats_or_none(*factor)};
     }
     return checks.error;
 }
@@ -414,17 +426,19 @@ inline std::string expert_product_args(const AnyBuffer& x, const AnyBuffer& w, c
     return checks.error;
 }
 
-// The same for weights in 4 or 8 bits, with scales and zero points [experts groups columns].
+// The same for weights in 4 or 8 bits: scales and zero points [experts groups columns], factor [experts 1 columns].
 inline std::string packed_expert_product_args(const AnyBuffer& x, const AnyBuffer& w, const AnyBuffer& scales,
-                                              const AnyBuffer& zero_points, const Int32Buffer& sizes,
-                                              const AnyBuffer& y, int32_t format, ExpertProductArgs& args) {
+                                              const AnyBuffer& zero_points, const AnyBuffer& factor,
+                                              const Int32Buffer& sizes, const AnyBuffer& y, int32_t format,
+                                              ExpertProductArgs& args) {
     ArrayChecks checks;
     ProductArgs& form = args.form;
     checks.count("format", format, 0, kNumFormats - 1);
     checks.dtype("x", x, float_dtype_of(x, form.dtype), "float32, float16 or bfloat16");
     checks.dtype("y", y, float_dtype_of(y, form.out_dtype), "float32, float16 or bfloat16");
-    checks.dtype("scales", scales, float_dtype_of(scales, form.scale_dtype), "float32, float16 or bfloat16");
+    checks.dtype("scales", scales, scale_dtype_of(scales, form.scale_dtype), "float32, float16, bfloat16 or e4m3");
     checks.dtype("zero_points", zero_points, zero_points.element_type() == ffi::S8, "int8");
+    checks.dtype("factor", factor, factor.element_type() == ffi::F32, "float32");
     checks.rank("x", x, 2);
     checks.rank("w", w, 3);
     checks.rank("scales", scales, 3);
@@ -440,6 +454,7 @@ inline std::string packed_expert_product_args(const AnyBuffer& x, const AnyBuffe
     checks.count("the number of groups", groups, 1, std::max<int64_t>(1, args.inputs));
     checks.shape("w", w, {experts, loads, args.columns});
     checks.shape("scales", scales, {experts, groups, args.columns});
+    checks.shape_or_none("factor", factor, {experts, 1, args.columns});
     checks.shape("sizes", sizes, {experts});
     checks.shape("y", y, {form.rows, args.columns});
     form.has_zero_points = zero_points.element_count() > 0;
@@ -454,7 +469,7 @@ inline std::string packed_expert_product_args(const AnyBuffer& x, const AnyBuffe
     form.x = static_cast<const char*>(x.untyped_data());
     args.first = {static_cast<const char*>(w.untyped_data()), static_cast<char*>(y.untyped_data()), args.columns,
                   static_cast<const char*>(scales.untyped_data()),
-                  static_cast<const char*>(zero_points.untyped_data())};
+                  static_cast<const char*>(zero_points.untyped_data()), floats_or_none(factor)};
     args.w_bytes = loads * args.columns * (is_4_bits ? 4 : 1);
     args.scale_bytes = groups * args.columns * bytes_of(form.scale_dtype);
     args.zero_point_bytes = groups * args.columns;

@@ -172,11 +172,13 @@ ffi::Error expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, I
 
 // The same with weights in 4 or 8 bits.
 ffi::Error packed_expert_product_call(ffi::ThreadPool pool, AnyBuffer x, AnyBuffer w, AnyBuffer scales,
-                                      AnyBuffer zero_points, Int32Buffer sizes, ffi::Result<AnyBuffer> y,
-                                      int32_t format, std::string_view isa, int32_t threads) {
+                                      AnyBuffer zero_points, AnyBuffer factor, Int32Buffer sizes,
+                                      ffi::Result<AnyBuffer> y, int32_t format, std::string_view isa,
+                                      int32_t threads) {
     return catch_exceptions("packed_expert_product", [&] {
         ExpertProductArgs args{};
-        const std::string error = packed_expert_product_args(x, w, scales, zero_points, sizes, *y, format, args);
+        const std::string error =
+            packed_expert_product_args(x, w, scales, zero_points, factor, sizes, *y, format, args);
         if (!error.empty()) return invalid_argument("packed_expert_product", error);
         const ProductKernel* kernel = find_packed_product(std::string(isa), (Format)format, args.form, false);
         if (!kernel) return unknown_isa("packed_expert_product", isa);
@@ -278,8 +280,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     JattnPackedExpertProduct, packed_expert_product_call,
     ffi::Ffi::Bind()
         .Ctx<ffi::ThreadPool>()
-        .Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>()  // x, w, scales, zero points
-        .Arg<Int32Buffer>().Ret<AnyBuffer>()                                  // sizes
+        .Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>()                     // x, w, scales
+        .Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<Int32Buffer>().Ret<AnyBuffer>()  // zero points, factor, sizes
         .Attr<int32_t>("format").Attr<std::string_view>("isa").Attr<int32_t>("threads"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(

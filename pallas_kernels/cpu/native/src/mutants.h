@@ -31,6 +31,7 @@ enum class Mutant : int {
     product_columns_unordered,
     product_tail_dropped,
     latent_not_in_keys,
+    packed_factor_ignored,
     packed_scales_of_first_group,
     packed_zero_points_ignored,
     empty_experts_not_counted,

@@ -18,6 +18,7 @@ struct ProductMatrix {
     int64_t columns;
     const char* scales = nullptr;       // of weights in 4 or 8 bits: [groups columns], or [columns 1] if transposed
     const char* zero_points = nullptr;  // int8, as the scales; nullptr: none
+    const float* factor = nullptr;      // [columns], of the results besides the scales; nullptr: 1
 };
 
 enum class Format : int32_t { int8 = 0, fp8 = 1, int4 = 2, fp4 = 3 };  // of packed weights, as in ops.py
@@ -33,7 +34,7 @@ struct ProductArgs {
     int64_t rows, inputs, num_matrices;
     Dtype dtype, out_dtype;  // of x and w; of y
     bool transposed, silu;
-    Dtype scale_dtype;     // of packed weights: f32, f16 or bf16
+    Dtype scale_dtype;     // of packed weights: f32, f16, bf16 or e4m3
     bool has_zero_points;
     int64_t group_size;    // inputs that share scales
     // Inputs of a chunk: they are in one group.
@@ -107,6 +108,7 @@ struct ExpertProductArgs {
         matrix.w += expert * w_bytes;
         if (matrix.scales) matrix.scales += expert * scale_bytes;
         if (form.has_zero_points) matrix.zero_points += expert * zero_point_bytes;
+        if (matrix.factor) matrix.factor += expert * columns;
         matrix.y += (group.row_begin + row_begin) * columns * bytes_of(form.out_dtype);
         return matrix;
     }

@@ -241,6 +241,7 @@ INL void load_scales(const ProductArgs& args, const ProductMatrix& matrix, int64
     switch (args.scale_dtype) {
         case Dtype::f32: load_columns<Dtype::f32>(matrix.scales, at, columns, W::kUnit, tile.scale); break;
         case Dtype::f16: load_columns<Dtype::f16>(matrix.scales, at, columns, W::kUnit, tile.scale); break;
+        case Dtype::e4m3: load_columns<Dtype::e4m3>(matrix.scales, at, columns, W::kUnit, tile.scale); break;
         default: load_columns<Dtype::bf16>(matrix.scales, at, columns, W::kUnit, tile.scale);
     }
     if (args.has_zero_points)
@@ -316,8 +317,14 @@ static void multiply_packed_item(const ProductArgs& args, const ProductItem& ite
                 vf a = load(y + v * N), b = load(y + (v + 1) * N);
                 if constexpr (W::kIsDeinterleaved) interleave(a, b);
                 const int64_t n = num_columns - c - v * N;
-                if (n > 0) store_as(args.out_dtype, matrix.y, at + v * N, a, (int)std::min<int64_t>(n, N));
-                if (n > N) store_as(args.out_dtype, matrix.y, at + (v + 1) * N, b, (int)std::min<int64_t>(n - N, N));
+                const int of_a = (int)std::min<int64_t>(n, N), of_b = (int)std::min<int64_t>(n - N, N);
+                if (JATTN_MUTANT(packed_factor_ignored, false, matrix.factor != nullptr)) {
+                    const char* const factor = reinterpret_cast<const char*>(matrix.factor + item.column_begin + c);
+                    if (of_a > 0) a = mul(a, load_float<Dtype::f32>(factor, v * N, of_a));
+                    if (of_b > 0) b = mul(b, load_float<Dtype::f32>(factor, (v + 1) * N, of_b));
+                }
+                if (of_a > 0) store_as(args.out_dtype, matrix.y, at + v * N, a, of_a);
+                if (of_b > 0) store_as(args.out_dtype, matrix.y, at + (v + 1) * N, b, of_b);
             }
         }
 }
@@ -377,8 +384,9 @@ static void multiply_packed_transposed_item(const ProductArgs& args, const Produ
         for (int c = 0; c < columns; c++) {
             const vf scale = args.scale_dtype == Dtype::f32    ? load_float<Dtype::f32>(matrix.scales, column + c, 1)
                              : args.scale_dtype == Dtype::bf16 ? load_float<Dtype::bf16>(matrix.scales, column + c, 1)
-                                                               : load_float<Dtype::f16>(matrix.scales, column + c, 1);
-            scales[c] = hsum(scale) * raw_unit(T);
+                             : args.scale_dtype == Dtype::f16  ? load_float<Dtype::f16>(matrix.scales, column + c, 1)
+                                                               : load_float<Dtype::e4m3>(matrix.scales, column + c, 1);
+            scales[c] = hsum(scale) * raw_unit(T) * (matrix.factor ? matrix.factor[column + c] : 1.0f);
         }
         for (int64_t row = item.row_begin; row < item.row_end; row += kDotRows) {
             const int rows = (int)std::min<int64_t>(kDotRows, item.row_end - row);
