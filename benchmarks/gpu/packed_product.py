@@ -43,30 +43,36 @@ FORMS = {  # format, group, dtype of the scales, zero points, dtype of x
     "awq_g128": ("int4", 128, "float16", True, "bfloat16"),
     "int4_g32": ("int4", 32, "bfloat16", False, "bfloat16"),
     "mxfp4": ("fp4", 32, "bfloat16", False, "bfloat16"),
+    "nvfp4": ("fp4", 16, "float8_e4m3fn", False, "bfloat16"),
     "int8": ("int8", None, "float32", False, "bfloat16"),
     "fp8_g128": ("fp8", 128, "float32", False, "bfloat16"),
     "awq_g128_float16": ("int4", 128, "float16", True, "float16"),
     "mxfp4_float16": ("fp4", 32, "bfloat16", False, "float16"),
+    "nvfp4_float16": ("fp4", 16, "float8_e4m3fn", False, "float16"),
     "int8_float16": ("int8", None, "float32", False, "float16"),
     "fp8_g128_float16": ("fp8", 128, "float32", False, "float16"),
 }
 
 
 def draw(form: str, inner: int, width: int, seed: int) -> QuantisedArray:
-    """Random codes."""
+    """Random codes. Scales of e4m3 have a size for each output, with subnormal ones too, and its factor undoes that."""
     format, group, scales, has_zeros, dtype = FORMS[form]
-    group, keys = group or inner, jax.random.split(jax.random.key(seed), 3)
+    group, keys = group or inner, jax.random.split(jax.random.key(seed), 4)
     if FORMATS[format].bits == 4:
         values = jax.random.bits(keys[0], (inner // 8, width), jnp.uint32)
     else:
         values = jax.random.bits(keys[0], (inner, width), jnp.uint8)
         values = jnp.where(values & 0x7F == 0x7F, 0, values).astype(jnp.uint8) if format == "fp8" else values
         values = values.view(jnp.int8) if format == "int8" else values
-    factor = jax.random.uniform(keys[1], (inner // group, width), minval=0.5, maxval=1.5) / FORMATS[format].largest
-    zeros = jax.random.randint(keys[2], factor.shape, -8, 8, jnp.int8) if has_zeros else None
+    of_groups = jax.random.uniform(keys[1], (inner // group, width), minval=0.5, maxval=1.5) / FORMATS[format].largest
+    zeros, factor = jax.random.randint(keys[2], of_groups.shape, -8, 8, jnp.int8) if has_zeros else None, None
+    if scales == "float8_e4m3fn":
+        size = 2.0 ** jax.random.randint(keys[3], (1, width), -7, 11)  # the largest scale is 1.5 / 6 * 2 ** 10 = 256
+        of_groups, factor = of_groups * size, 1 / size
     return QuantisedArray(
-        values=values, scales=factor.astype(scales), zero_points=zeros, format=format, dtype=jnp.dtype(dtype)
-    )
+        values=values, scales=of_groups.astype(scales), zero_points=zeros, factor=factor, format=format,
+        dtype=jnp.dtype(dtype),
+    )  # fmt: skip
 
 
 def numbers(weight: QuantisedArray, columns: np.ndarray) -> np.ndarray:
@@ -80,7 +86,8 @@ def numbers(weight: QuantisedArray, columns: np.ndarray) -> np.ndarray:
         exact = values.astype(np.float64) if format == "int8" else values.view(ml_dtypes.float8_e4m3fn).astype(float)
     spread = lambda x: np.repeat(own(x).astype(np.float64), weight.group_size, axis=0)
     exact = exact if weight.zero_points is None else exact - spread(weight.zero_points)
-    return exact * spread(weight.scales)
+    exact = exact * spread(weight.scales)
+    return exact if weight.factor is None else exact * own(weight.factor).astype(np.float64)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -88,7 +95,7 @@ def ours(x, groups, config=None):
     """Each group of matrices in one launch: its results side by side, as the launch writes them and models use them."""
     if config is None:
         return [jnp.concatenate(products(x, group, dtype=x.dtype), axis=1) for group in groups]
-    flat = lambda group: tuple((w.values, w.scales, w.zero_points) for w in group)
+    flat = lambda group: tuple(w.arrays for w in group)
     kernel = packed_product_wgmma if isinstance(config, PackedWgmmaConfig) else packed_product
     return [jnp.concatenate(kernel(x, flat(group), config), axis=1) for group in groups]
 
@@ -230,8 +237,7 @@ def jobs_of():
     yield from (case("packed_product", measure, of) for of in measured)
     yield from (case("tune", tune, of) for of in tuned)
     yield from (case("packed_product", measure, of) for of in more[:5])
-    for tokens in (1, 8):
-        of = (2880, 2880, "mxfp4", tokens)
+    for of in ((2880, 2880, form, tokens) for form in ("mxfp4", "nvfp4") for tokens in (1, 8)):
         names = dict(zip(("inner", "width", "form", "tokens"), of, strict=True))
         yield dict(part="experts", case=label("experts", *of)) | names, functools.partial(measure_experts, *of)
     yield from (case("packed_product", measure, of) for of in dict.fromkeys(more[5:]) if of not in more[:5])

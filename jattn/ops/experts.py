@@ -141,14 +141,13 @@ def _packed_config(
     processors, (experts, inner, width), rows = device.processors(), kernel.shape, x.shape[0]
     if device.detect().platform != "gpu" or processors is None or is_partitioned() or kernel.axis != -2:
         return None
-    if kernel.factor is not None:
-        return None
     if rows > experts * PACKED_ROWS_OF_EXPERT:
         return None
     return packed_product_config.choose(
         processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), format=kernel.format,
         group=kernel.group_size, scale_dtype=jnp.dtype(kernel.scales.dtype).name, dtype=x.dtype.name,
-        x_dtype=x.dtype.name, has_zeros=kernel.zero_points is not None, experts=experts,
+        x_dtype=x.dtype.name, has_zeros=kernel.zero_points is not None, has_factor=kernel.factor is not None,
+        experts=experts,
     )  # fmt: skip
 
 
@@ -170,7 +169,7 @@ def _packed(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array, config: Any)
     def each(x, matrix, tiles):
         return packed_product_sm90.packed_product(x, (matrix,), config, tiles)[0]
 
-    return each(x, (kernel.values, kernel.scales, kernel.zero_points), tiles)
+    return each(x, kernel.arrays, tiles)
 
 
 @_looped.defjvp

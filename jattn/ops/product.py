@@ -203,7 +203,7 @@ GpuConfig = packed_product_config.PackedProductConfig | packed_wgmma_config.Pack
 def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
     """The launch on this GPU for quantised matrices of one form; None if no kernel serves them."""
     first, processors = kernels[0], device.processors()
-    if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2 or first.factor is not None:
+    if processors is None or not isinstance(first, QuantisedArray) or first.axis != -2:
         return None
     if x.ndim != 2 or x.shape[0] < 1:
         return None
@@ -214,7 +214,7 @@ def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
         chip=device.detect().generation, rows=rows, inner=inner, format=first.format,
         widths=tuple(kernel.shape[-1] for kernel in kernels), group=first.group_size,
         scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
-        dtype=jnp.dtype(dtype).name, x_dtype=x.dtype.name,
+        has_factor=first.factor is not None, dtype=jnp.dtype(dtype).name, x_dtype=x.dtype.name,
     )  # fmt: skip
     is_few = rows <= packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]
     of_few_rows = packed_product_config.choose if is_few else lambda processors, **fields: None
@@ -233,7 +233,7 @@ def _gpu_packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: b
     """
     config = _gpu_config(x, kernels, dtype)
     assert config is not None and not transposed
-    matrices = tuple((kernel.values, kernel.scales, kernel.zero_points) for kernel in kernels)
+    matrices = tuple(kernel.arrays for kernel in kernels)
     is_wgmma = isinstance(config, packed_wgmma_config.PackedWgmmaConfig)
     kernel = packed_wgmma_sm90.packed_product_wgmma if is_wgmma else packed_product_sm90.packed_product
     return jax.custom_batching.sequential_vmap(lambda x, matrices: kernel(x, matrices, config))(x, matrices)

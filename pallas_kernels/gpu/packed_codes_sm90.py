@@ -54,8 +54,18 @@ def subtract(a, b, element: str):
 
 def _times(a, factor: int, element: str):
     """Both halves times the number with the bits of `factor`."""
-    text = f"mul.rn.{_ELEMENTS[element].pair} $0, $1, $2;"
-    return ptx.asm_value(text, "=r,r,r", a, ptx.i32(_signed(_twice(factor))), pure=True)
+    return _product(a, ptx.i32(_signed(_twice(factor))), element)
+
+
+def _product(a, b, element: str):
+    """a * b of two words of two numbers."""
+    return ptx.asm_value(f"mul.rn.{_ELEMENTS[element].pair} $0, $1, $2;", "=r,r,r", a, b, pure=True)
+
+
+def _bytes(word, selector: int, other=None):
+    """Four of the eight bytes of two words; a digit of the selector for each, the lowest first."""
+    other = word if other is None else other
+    return ptx.asm_value(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", word, other, pure=True)
 
 
 def offset(format: str, element: str) -> float:
@@ -68,22 +78,51 @@ def factor(format: str, element: str) -> float:
     return 16.0 if (format, element) == ("int4", "float16") else 1.0
 
 
-def pairs_of_word(format: str, word, element: str) -> list:
-    """The four pairs of a word of eight codes of 4 bits: of inputs (0, 1), (2, 3), (4, 5), (6, 7)."""
-    return [_pair_of_nibbles(format, word, j, element) for j in range(4)]
+def scale_pairs(word, element: str, count: int) -> list:
+    """Of each of the first `count` scales of e4m3 in a word, 2 or 4: what `scaled` codes of fp4 are multiplied by.
+
+    As float16 it is the scale, and the smallest product 2 ** -24. As bfloat16 it is 2 ** 118 times the scale, at most
+    1.75 * 2 ** 126: the bits of e4m3 at the places of bfloat16 are 2 ** -120 times the scale, and no bfloat16 is
+    2 ** 238.
+    """
+    if element == "float16":
+        both = ptx.asm_values(decode_word("float8_e4m3fn", element), "=r,=r,r", 2, word, pure=True)
+    else:
+        both = [_bytes(word, selector) for selector in (0x1100, 0x3322)]
+        both = [arith.ori(_both(x, 0x80008000), _both(_shift(x, 4), 0x07F007F0)) for x in both]
+        both = [_times(_times(x, 0x7F00, element), 0x7700, element) for x in both]  # 2 ** 127, 2 ** 111
+    return [_bytes(x, selector) for x in both[: count // 2] for selector in (0x1010, 0x3232)]
 
 
-def _pair_of_nibbles(format: str, word, j: int, element: str):
+def unit_of_scaled(element: str) -> float:
+    """What fp4 numbers with the scales of `scale_pairs` must be multiplied by."""
+    return {"bfloat16": 2.0**8, "float16": 2.0**14}[element]
+
+
+def pairs_of_word(format: str, word, element: str, scale=None) -> list:
+    """The four pairs of a word of eight codes of 4 bits: of inputs (0, 1), (2, 3), (4, 5), (6, 7).
+
+    scale: of fp4: one of `scale_pairs`.
+    """
+    return [_pair_of_nibbles(format, word, j, element, scale) for j in range(4)]
+
+
+def _pair_of_nibbles(format: str, word, j: int, element: str, scale=None):
     """Of the codes in the bits 4 j to 4 j + 3 of both halves. int4: 128 + code, as float16 1024 + 16 code."""
     of, shifted = _ELEMENTS[element], lambda bits: word if not bits else _shift(word, bits)
     if format == "int4":
         first = 0 if element == "bfloat16" else 4  # the bit to which a code is moved
         return _both(shifted(4 * j - first), _twice(0xF << first), _twice(of.ones))
     sign, rest = _both(shifted(4 * j - 12), 0x80008000), _both(shifted(4 * j - of.place), _twice(7 << of.place))
-    return _times(arith.ori(sign, rest), of.ratio, element)
+    return _number_of_fp4(arith.ori(sign, rest), element, scale)
 
 
-def pair_of_word(format: str, word, t, element: str):
+def _number_of_fp4(bits, element: str, scale):
+    """The pair of the codes whose bits are at the places of the element."""
+    return _times(bits, _ELEMENTS[element].ratio, element) if scale is None else _product(bits, scale, element)
+
+
+def pair_of_word(format: str, word, t, element: str, scale=None):
     """The pair of inputs 2 t and 2 t + 1 of a word of eight codes of 4 bits, without an offset; t: i32, 0 to 3."""
     of = _ELEMENTS[element]
     if format == "int4":
@@ -92,7 +131,7 @@ def pair_of_word(format: str, word, t, element: str):
     to_place = arith.andi(ptx.add(ptx.mul(t, 4), ptx.i32(-of.place)), ptx.i32(31))  # where _pair_of_nibbles wants them
     word = ptx.asm_value("shf.r.wrap.b32 $0, $1, $1, $2;", "=r,r,r", word, to_place, pure=True)
     sign = _both(_shift(word, of.place - 12), 0x80008000)
-    return _times(arith.ori(sign, _both(word, _twice(7 << of.place))), of.ratio, element)
+    return _number_of_fp4(arith.ori(sign, _both(word, _twice(7 << of.place))), element, scale)
 
 
 def _shift(word, right: int):
@@ -105,7 +144,7 @@ def pairs_of_bytes(format: str, first, second, byte: int, element: str) -> list:
     if element == "bfloat16":
         return [_pair_of_bytes(format, first, second, byte + k) for k in range(2)]
     selector = byte | (4 + byte) << 4 | (byte + 1) << 8 | (5 + byte) << 12
-    four = ptx.asm_value(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", first, second, pure=True)
+    four = _bytes(first, selector, second)
     text = decode_word({"fp8": "float8_e4m3fn"}.get(format, format), element)
     return ptx.asm_values(text, "=r,=r,r", 2, four, pure=True)
 
@@ -113,7 +152,7 @@ def pairs_of_bytes(format: str, first, second, byte: int, element: str) -> list:
 def _pair_of_bytes(format: str, first, second, byte: int):
     """As bfloat16."""
     selector = byte | byte << 4 | (4 + byte) << 8 | (4 + byte) << 12
-    twice = ptx.asm_value(f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r", first, second, pure=True)
+    twice = _bytes(first, selector, second)
     if format == "int8":
         return _integers(twice)
     magnitude = _both(_shift(twice, 4), 0x07F007F0)

@@ -13,7 +13,8 @@ SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
 COPIES = 4  # pieces of x that a thread copies at a time
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a scale or a result
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of a scale or a result
+NVFP4 = "fp4", 16, "float8_e4m3fn"  # format, group, dtype of scales
 MAX_ROWS = {4: 128, 8: 64}
 """By the bits of a code: rows up to which this kernel is faster than XLA's product with the dequantised matrix.
 
@@ -32,6 +33,7 @@ class PackedConfig:
     group: int  # inputs that share a scale
     scale_dtype: str
     has_zeros: bool = False
+    has_factor: bool = False
     dtype: str = "float32"  # of y
     x_dtype: str = "bfloat16"
 
@@ -65,6 +67,21 @@ class PackedConfig:
     def is_whole(self) -> bool:
         """One scale for each column."""
         return self.group == self.inner
+
+    @property
+    def scales_codes(self) -> bool:
+        """Are codes multiplied by their scales, and the products by x? Those of NVFP4 are exact in 16 bits."""
+        return (self.format, self.group, self.scale_dtype) == NVFP4
+
+    @property
+    def scales_sums(self) -> bool:
+        """Is the sum of each group multiplied by its scale?"""
+        return not self.is_whole and not self.scales_codes
+
+    @property
+    def arrays(self) -> int:
+        """Arrays of a matrix, in the order of packed_sums_sm90.Packed."""
+        return 2 + self.has_zeros + self.has_factor
 
     @property
     def pitch(self) -> int:
@@ -125,7 +142,7 @@ class PackedProductConfig(PackedConfig):
     @property
     def run(self) -> int:
         """Blocks of a step that have the same scales."""
-        return self.unroll if self.is_whole else min(self.unroll, self.group // BLOCK)
+        return min(self.unroll, self.group // BLOCK) if self.scales_sums else self.unroll
 
     @property
     def sum_floats(self) -> int:
@@ -177,7 +194,8 @@ class PackedProductConfig(PackedConfig):
 def refuse_types(config: PackedConfig, reasons: Reasons) -> None:
     """Adds the reasons against types that neither kernel serves."""
     c, refuse = config, reasons.refuse
-    refuse(c.scale_dtype not in ("float32", "bfloat16", "float16"), f"scales {c.scale_dtype}: wanted floats")
+    is_known = c.scale_dtype in ("float32", "bfloat16", "float16") or c.scales_codes
+    refuse(not is_known, f"scales {c.scale_dtype}: wanted floats of 16 or 32 bits, or e4m3 of fp4 in groups of 16")
     refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
     refuse(c.x_dtype not in ("bfloat16", "float16"), f"rows {c.x_dtype}: wanted floats of 16 bits")
     refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
@@ -193,7 +211,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
         return reasons
     refuse_types(c, reasons)
     refuse(c.inner % (BLOCK * c.unroll) != 0, f"inner {c.inner}: wanted a multiple of {BLOCK * c.unroll}")
-    if not c.is_whole:
+    if c.scales_sums:
         refuse(c.inner % c.group != 0 or c.group % BLOCK != 0, f"groups of {c.group}: wanted multiples of {BLOCK}")
         nested = c.group % (BLOCK * c.unroll) == 0 or (BLOCK * c.unroll) % c.group == 0
         refuse(not nested, f"groups of {c.group}: a step of {BLOCK * c.unroll} inputs has parts of some")

@@ -10,8 +10,11 @@ columns of w, its columns tokens. A product does not depend on the order of its 
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
-Sums are scaled in float32 at the end of each group. Warps of a CTA and the CTAs of a cluster share the inner dimension.
-They write their sums to shared memory, and each adds up some of them, always in the same order.
+Sums are scaled in float32 at the end of each group. Codes of NVFP4 are multiplied by their scales before mma instead:
+groups of 16 are smaller than a block, and the products are exact. The 8 inputs of a thread are of one group.
+
+Warps of a CTA and the CTAs of a cluster share the inner dimension. They write their sums to shared memory, and each
+adds up some of them, always in the same order.
 
 Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows).
 """
@@ -89,7 +92,6 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
         across, along = arith.remui(warp, ptx.i32(cfg.across)), arith.divui(warp, ptx.i32(cfg.across))
         acc = _sum_of_part(cfg, here, base, split, along, across)
         _store_sums(cfg, base, along, across, acc)
-        packed_sums.wait_for_all(cfg)
         packed_sums.add_up(cfg, here, base, split, wg)
         packed_sums.wait_to_leave(cfg)
 
@@ -105,8 +107,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
     else:
         expert, row = None, ptx.mul(tile, cfg.tile_rows)
         count = arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row))
-    each = 3 if cfg.has_zeros else 2
-    arrays = [rest[each * i : each * (i + 1)] for i in range(len(cfg.widths))]
+    arrays = [rest[cfg.arrays * i : cfg.arrays * (i + 1)] for i in range(len(cfg.widths))]
     select = functools.partial(packed_sums.of_matrix, cfg, strip)
 
     def address(i: int, bytes_of_column: int):
@@ -123,6 +124,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
         values=address(0, cfg.inner * BITS[cfg.format] // 8),
         scales=address(1, groups * size),
         zeros=address(2, groups) if cfg.has_zeros else None,
+        factor=address(cfg.arrays - 1, 4) if cfg.has_factor else None,
         out=packed_sums.first_result(cfg, rest[-1], row, strip),
         width=width,
         column=packed_sums.first_column(cfg, strip),
@@ -201,9 +203,10 @@ class _Places:
 def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
     size, scale = (4 if BITS[cfg.format] == 4 else 1), ITEM_BYTES[cfg.scale_dtype]
     row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
+    group = arith.shrui(t, ptx.i32(1)) if cfg.scales_codes else ptx.i32(0)
     return _Places(
         values=place_of(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
-        scales=place_of(here.scales, ptx.i32(0), here.width, column, scale), scale_row=ptx.mul(here.width, scale),
+        scales=place_of(here.scales, group, here.width, column, scale), scale_row=ptx.mul(here.width, scale),
         zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
     )  # fmt: skip
 
@@ -214,7 +217,7 @@ def _rows_on(start, row, row_bytes):
 
 
 def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> tuple[list, list, list]:
-    """(codes of each block, words of scales of each run, words of zero points of each run)"""
+    """(codes of each block, words of scales of each run, or a word of each block; words of zero points of each run)"""
     is_four = BITS[cfg.format] == 4
     rows, own, words = (4, 1, 4) if is_four else (BLOCK, 8, cfg.columns // 4)  # of a block; of the thread; of a row
     first = ptx.mul(chunk, cfg.unroll * rows)
@@ -222,9 +225,13 @@ def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> 
     starts = [_rows_on(places.values, ptx.add(first, ptx.i32(step)), places.value_row) for step in steps]
     loaded = _divided(load_words(starts, words, is_used, cached=False), words)
     values, scales, zeros = loaded if is_four else _divided(loaded, 8), [], []
+    if cfg.scales_codes:
+        group = ptx.mul(chunk, 2 * cfg.unroll)
+        starts = [_rows_on(places.scales, ptx.add(group, ptx.i32(2 * b)), places.scale_row) for b in range(cfg.unroll)]
+        scales = load_words(starts, 1, is_used)
     for b in range(0, cfg.unroll, cfg.run):
         group = _group(cfg, chunk, b)
-        if not cfg.is_whole:
+        if cfg.scales_sums:
             scales.append(_load_scales(cfg, _rows_on(places.scales, group, places.scale_row), is_used))
         if places.zeros is not None:
             zeros.append(load_words([_rows_on(places.zeros, group, places.width)], cfg.columns // 4, is_used))
@@ -260,10 +267,10 @@ def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
         if cfg.has_offset and not cfg.has_zeros:  # the numbers are times the offset
             sums = _each(acc, lambda i, n, e, m, run=run: numbers[run][n][e % 2])
         else:
-            sums = acc if cfg.is_whole and not cfg.has_numbers else _each(acc, lambda i, n, e, m: ptx.f32(0.0))
+            sums = _each(acc, lambda i, n, e, m: ptx.f32(0.0)) if cfg.scales_sums or cfg.has_numbers else acc
         sums = [list(tiles) for tiles in sums]
         for b in range(first, first + cfg.run):
-            pairs = _pairs(cfg, values[b])
+            pairs = _pairs(cfg, values[b], scales[b] if cfg.scales_codes else None)
             for s in range(2):
                 for m, tiles in enumerate(sums):
                     low, high = pairs[2 * m], pairs[2 * m + 1]
@@ -274,7 +281,7 @@ def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
             sums = _without_offsets(cfg, sums, numbers[run], zeros[run])
         if cfg.becomes_float16:
             sums = _each(sums, lambda i, n, e, m, run=run, sums=sums: arith.mulf(sums[m][n][e], numbers[run][n][e % 2]))
-        acc = _scaled(cfg, acc, sums, None if cfg.is_whole else scales[run])
+        acc = _scaled(cfg, acc, sums, scales[run] if cfg.scales_sums else None)
     return acc
 
 
@@ -304,10 +311,12 @@ def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
     return _each(sums, lambda i, n, e, m: ptx.fma(sums[m][n][e], factors[i], acc[m][n][e]))
 
 
-def _pairs(cfg: PackedProductConfig, words) -> list:
-    """[column of the thread][4] pairs of a block's 8 inputs."""
+def _pairs(cfg: PackedProductConfig, words, scales) -> list:
+    """[column of the thread][4] pairs of a block's 8 inputs. scales: a word of those by which codes are multiplied."""
     if BITS[cfg.format] == 4:
-        return [codes.pairs_of_word(cfg.format, word, cfg.element) for word in words]
+        of_columns = codes.scale_pairs(scales, cfg.element, cfg.columns) if cfg.scales_codes else [None] * cfg.columns
+        decode = functools.partial(codes.pairs_of_word, cfg.format, element=cfg.element)
+        return [decode(word, scale=scale) for word, scale in zip(words, of_columns, strict=True)]
     rows_of = lambda j, i: (words[2 * j][i // 4], words[2 * j + 1][i // 4], i % 4)
     decode = lambda j, i: codes.pairs_of_bytes(cfg.format, *rows_of(j, i), cfg.element)
     twos = [[decode(j, i) for j in range(4)] for i in range(0, cfg.columns, 2)]

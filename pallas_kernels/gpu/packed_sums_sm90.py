@@ -15,11 +15,12 @@ import numpy as np
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu.packed_codes_sm90 import unit_of_scaled
 from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES
 from pallas_kernels.gpu.ptx_sm90 import of_peer
 
-Packed = tuple[jax.Array, jax.Array, "jax.Array | None"]
-"""values, scales, zero points: those of a QuantisedArray (jattn/ops/quantised.py)."""
+Packed = tuple[jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"]
+"""values, scales, zero points, factor: those of a QuantisedArray (jattn/ops/quantised.py)."""
 
 
 def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int = 0):
@@ -27,10 +28,14 @@ def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int =
     lead, groups, is_four = (experts,) if experts else (), cfg.inner // cfg.group, BITS[cfg.format] == 4
     codes, rows = {"int8": "int8", "fp8": "uint8"}.get(cfg.format, "uint32"), cfg.inner // 8 if is_four else cfg.inner
     wanted = [("x", x, (cfg.rows, cfg.inner), cfg.x_dtype)]
-    for width, (values, scales, zero_points) in zip(cfg.widths, matrices, strict=True):
+    for width, (values, scales, zero_points, factor) in zip(cfg.widths, matrices, strict=True):
+        for name, array, has in (("zero_points", zero_points, cfg.has_zeros), ("factor", factor, cfg.has_factor)):
+            if (array is not None) != has:
+                raise ValueError(f"{name} {'are missing' if has else 'are given'}: {cfg} says otherwise")
         wanted += [("values", values, (*lead, rows, width), codes)]
         wanted += [("scales", scales, (*lead, groups, width), cfg.scale_dtype)]
         wanted += [("zero_points", zero_points, (*lead, groups, width), "int8")] if cfg.has_zeros else []
+        wanted += [("factor", factor, (*lead, 1, width), "float32")] if cfg.has_factor else []
     for name, array, shape, dtype in wanted:
         if (array.shape, array.dtype.name) != (shape, dtype):
             seen = f"{name} {array.dtype.name}{list(array.shape)}"
@@ -47,6 +52,7 @@ class Results:
     """Where the results of a CTA belong. Addresses are those of its matrix, and of its expert."""
 
     scales: object  # i64
+    factor: object  # i64, or None
     out: object  # i64: of the first row, and of the matrix's first column
     width: object  # i32, of the matrix
     column: object  # i32, of the strip's first
@@ -54,11 +60,13 @@ class Results:
 
 
 def results_of(cfg, addresses, strip, tile) -> Results:
-    """The results of a strip and a tile; addresses: of the scales of each matrix, then of y."""
-    *scales, out = addresses
+    """The results of a strip and a tile; addresses: of the scales of each matrix, of the factor of each, then of y."""
+    *own, out = addresses
+    scales, factors = own[: len(cfg.widths)], own[len(cfg.widths) :]
     row = ptx.mul(tile, cfg.tile_rows)
     return Results(
-        scales=of_matrix(cfg, strip, scales), out=first_result(cfg, out, row, strip),
+        scales=of_matrix(cfg, strip, scales), factor=of_matrix(cfg, strip, factors) if factors else None,
+        out=first_result(cfg, out, row, strip),
         width=width_of(cfg, strip), column=first_column(cfg, strip),
         count=arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row)),
     )  # fmt: skip
@@ -131,17 +139,24 @@ def wait_to_leave(cfg):
 
 
 def add_up(cfg, here: Results, base, split, wg):
-    """Each thread of the cluster adds up some numbers of y, and stores them. base: of the sums in shared memory."""
+    """Each thread of the cluster adds up some numbers of y, and stores them, once all have stored their sums.
+
+    base: of the sums in shared memory.
+    """
     threads = 128 * cfg.warpgroups * cfg.splits
     own = ptx.add(ptx.mul(ptx.add(ptx.mul(split, cfg.warpgroups), wg), 128), ptx.thread_index())
-    peers = [base] if cfg.splits == 1 else [of_peer(base, rank) for rank in range(cfg.splits)]
-    space = "shared" if cfg.splits == 1 else "shared::cluster"
+    results = []
     for first in range(0, min(cfg.tile_rows, cfg.rows) * cfg.strip, threads):
         number = ptx.add(own, ptx.i32(first))
         row, column = arith.divui(number, ptx.i32(cfg.strip)), arith.remui(number, ptx.i32(cfg.strip))
         at = ptx.add(here.column, column)
         is_used = arith.andi(ptx.less(row, here.count), ptx.less(at, here.width))
         is_used = ptx.bool_to_i32(is_used)
+        results.append((row, column, at, is_used, _multipliers(cfg, here, at, is_used)))
+    wait_for_all(cfg)
+    peers = [base] if cfg.splits == 1 else [of_peer(base, rank) for rank in range(cfg.splits)]
+    space = "shared" if cfg.splits == 1 else "shared::cluster"
+    for row, column, at, is_used, multipliers in results:
         inside, total = ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4), None
         for peer in peers:
             for part in range(cfg.along):
@@ -149,18 +164,28 @@ def add_up(cfg, here: Results, base, split, wg):
                 text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.{}.f32 $0, [$1+{}]; }}"
                 value = ptx.asm_value(text.format(space, offset), "=&f,r,r", ptx.add(peer, inside), is_used)
                 total = value if total is None else arith.addf(total, value)
-        if cfg.is_whole:
-            total = arith.mulf(total, _one_scale(cfg, here, at, is_used))
+        for multiplier in multipliers:
+            total = arith.mulf(total, multiplier)
         _store(cfg.dtype, place_of(here.out, row, ptx.i32(cfg.joined_width), at, ITEM_BYTES[cfg.dtype]), total, is_used)
 
 
-def _one_scale(cfg, here: Results, column, is_used):
-    """The only scale of a column."""
-    size = ITEM_BYTES[cfg.scale_dtype]
+def _multipliers(cfg, here: Results, column, is_used) -> list:
+    """f32: what the sum of a column is multiplied by, one after the other."""
+    found = []
+    if cfg.is_whole:
+        found.append(_of_column(here, here.scales, cfg.scale_dtype, column, is_used))
+    if cfg.has_factor:
+        found.append(_of_column(here, here.factor, "float32", column, is_used))
+    return [*found, ptx.f32(unit_of_scaled(cfg.element))] if cfg.scales_codes else found
+
+
+def _of_column(here: Results, start, dtype: str, column, is_used):
+    """The number of a column in a row of GMEM."""
+    size = ITEM_BYTES[dtype]
     odd = arith.andi(column, ptx.i32(1)) if size == 2 else ptx.i32(0)
-    place = place_of(here.scales, ptx.i32(0), here.width, arith.subi(column, odd), size)
+    place = place_of(start, ptx.i32(0), here.width, arith.subi(column, odd), size)
     word = arith.shrui(load_words([place], 1, is_used)[0], ptx.mul(odd, 16))
-    return scale_number(cfg.scale_dtype, [word], 0)
+    return scale_number(dtype, [word], 0)
 
 
 def _store(dtype: str, place, value, is_used):

@@ -125,6 +125,7 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
     if reasons:
         return reasons
     refuse_types(c, reasons)
+    refuse(c.has_factor, "a factor: the kernel has none")
     refuse(c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
     if not c.is_whole:
         refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")

@@ -48,9 +48,8 @@ def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...],
     flat = [array for matrix in matrices for array in matrix if array is not None]
 
     def packed_product_wgmma(x, *refs):  # the kernel's name in a profile
-        each = 3 if c.has_zeros else 2
         *refs, out = refs
-        arrays = [refs[each * i : each * (i + 1)] for i in range(len(c.widths))]
+        arrays = [refs[c.arrays * i : c.arrays * (i + 1)] for i in range(len(c.widths))]
         pl.run_scoped(functools.partial(_product, c, x, arrays, out), _shared(c), collective_axes="wg")
 
     mesh = plgpu.Mesh(
@@ -314,7 +313,6 @@ def store_results(cfg: PackedWgmmaConfig, arrays, out, memory, kind, total, wg):
             at = ptx.add(base, ptx.mul(ptx.add(ptx.mul(t, 2 * cfg.pitch), column), 4))
             ptx.asm(f"st.shared.v2.f32 [$0+{4 * cfg.pitch * row}], {{$1, $2}};", "r,f,f", at, *both)
         addresses = [ptx.pointer(ref, 0) for ref in gmem]
-        packed_sums.wait_for_all(cfg)
         packed_sums.add_up(cfg, packed_sums.results_of(cfg, addresses, strip, tile), base, split, wg)
         packed_sums.wait_to_leave(cfg)
 

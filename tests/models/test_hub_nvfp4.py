@@ -10,10 +10,12 @@ import pytest
 
 import jattn
 from jattn import models
+from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.models.checkpoint import Checkpoint
 from jattn.models.load import stored_weights
 from jattn.models.model_folder import read_model_folder
+from jattn.ops import product as product_ops
 from jattn.ops.quantised import QuantisedArray, unpacked
 from tests.models import examples, tiny
 from tests.models.test_hub_formats import (
@@ -272,16 +274,20 @@ def test_jattn_plan_reads_what_is_resident(tmp_path, capsys):
     assert found["layouts"][0]["weight_bytes"] == sum(x.nbytes for x in jax.tree.leaves(params))
 
 
-def test_gpu_kernels_leave_groups_of_16_to_the_dot():
-    from pallas_kernels.gpu import packed_product_config, packed_wgmma_config
+def test_hoppers_kernels_multiply_nvfp4_as_it_is_stored(tmp_path, monkeypatch):
+    """Loaded from a folder, of one request and of many; other chips dequantise it."""
+    sizes = dict(hidden_size=128, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    folder(tmp_path / "nvfp4", MODELOPT, modelopt_pack, CONFIG | sizes)
+    mlp = models.load(tmp_path / "nvfp4", dtype="bfloat16")[1]["layers"][0]["mlp"]
+    kernels = tuple(mlp[name]["kernel"] for name in ("gate", "up"))
 
-    for inner, width, rows in itertools.product((512, 4096), (512, 14336), (1, 16, 64, 256)):
-        fields = dict(
-            rows=rows, inner=inner, widths=(width,), format="fp4", group=16, scale_dtype="float32", has_zeros=False,
-            dtype="bfloat16",
-        )  # fmt: skip
-        assert packed_product_config.choose(132, **fields) is None, fields
-        assert packed_wgmma_config.choose(132, **fields) is None, fields
+    def chosen(rows, chip):
+        monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", chip))
+        monkeypatch.setattr(product_ops.device, "processors", lambda: 132)
+        return product_ops._choose(jax.numpy.ones((rows, 128), "bfloat16"), kernels, np.dtype("float32")).name
+
+    assert [chosen(rows, "sm_90") for rows in (1, 16, 64, 257)] == ["gpu_packed"] * 3 + ["dot"]
+    assert chosen(1, "sm_80") == "dot"
 
 
 # ------------------------------------------------------------------ wrong folders

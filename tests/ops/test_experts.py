@@ -241,8 +241,10 @@ def test_the_gpu_kernel_takes_few_rows_of_each_expert(monkeypatch):
     monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_90"))
     monkeypatch.setattr(experts.device, "processors", lambda: 132)
     weight = stacked("fp4", 64, 128, 32)[0]
-    config = lambda rows, dtype="bfloat16": experts._packed_config(jnp.ones((rows, 64), dtype), weight)
-    chosen = config(10)
+    of_nvfp4 = stacked("fp4", 64, 128, 16, scales="float8_e4m3fn", factor=True)[0]
+    config = lambda rows, dtype="bfloat16", of=weight: experts._packed_config(jnp.ones((rows, 64), dtype), of)
+    chosen, of_small_groups = config(10), config(10, of=of_nvfp4)
+    assert of_small_groups is not None and (of_small_groups.group, of_small_groups.has_factor) == (16, True)
     assert chosen is not None and (chosen.experts, chosen.tiles, chosen.widths) == (4, 4, (128,))
     assert config(4 * 128 + 1) is None and config(10, "float32") is None
     of_float16 = config(10, "float16")

@@ -44,6 +44,9 @@ def drawn(
         "int4": lambda: codes.astype(int) - 8, "fp4": lambda: np.array(FP4)[codes],
     }[format]().astype(np.float64)  # fmt: skip
     scale = (rng.uniform(0.5, 1.5, (inputs // group, outputs)) / np.abs(numbers).max()).astype(scales)
+    if scales == "float8_e4m3fn":  # any but the two NaN
+        bits = rng.integers(0, 256, scale.shape).astype(np.uint8)
+        scale = np.where(bits & 0x7F == 0x7F, 0, bits).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
     zero = rng.integers(-8, 9, scale.shape).astype(np.int8) if zeros else None
     exact = numbers - (0 if zero is None else np.repeat(zero.astype(float), group, axis=0))
     exact = exact * np.repeat(scale.astype(np.float64), group, axis=0)
@@ -189,6 +192,7 @@ def test_matrices_that_the_gpu_kernel_takes(monkeypatch, on_hopper):
     for kernel, most in (
         (made("int4", 64, zeros=True), 256),
         (made("fp4", 32, scales="bfloat16"), 256),
+        (made("fp4", 16, scales="float8_e4m3fn", factor=True), 128),
         (made("int8", 256), 256),
         (made("fp8", 128), 256),
         odd("int4", 64, 120),
@@ -198,7 +202,8 @@ def test_matrices_that_the_gpu_kernel_takes(monkeypatch, on_hopper):
         assert chosen(3, kernel, kernel) == "gpu_packed"
         assert [chosen(3, kernel, dtype=dtype) for dtype in ("float16", "float32")] == ["gpu_packed", "dot"]
         assert chosen(3, jax.tree.map(lambda x: x[None], kernel)) == "dot"
-    for kernel in (made("int8", 16), made("int8", 256, -1), drawn("int8", 256, 100, 256)[0]):
+    of_fp4 = made("fp4", 16), made("fp4", 32, scales="float8_e4m3fn")
+    for kernel in (made("int8", 16), made("int8", 256, -1), drawn("int8", 256, 100, 256)[0], *of_fp4):
         assert chosen(3, kernel) == "dot"
     monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_80"))
     assert chosen(3, made("int4", 64)) == "dot"
@@ -225,12 +230,13 @@ def test_under_vmap_the_gpu_kernel_is_called_for_each_element(on_hopper, rows):
         (dict(scales=(4, 64)), r"scales float32\[4, 64\] must be float32\[4, 128\]"),
         (dict(zero_points=(1, 128)), r"zero_points int8\[1, 128\] must be int8\[4, 128\]"),
         (dict(zero_points="float32"), r"zero_points float32\[4, 128\] must be int8"),
+        (dict(factor=(1, 64)), r"factor float32\[1, 64\] must be float32\[1, 128\]"),
     ],
-    ids=["more inputs", "scales too narrow", "scales of fewer outputs", "one row of zero points", "floats"],
+    ids=["more inputs", "scales too narrow", "scales of fewer outputs", "one row of zero points", "floats", "factor"],
 )
 def test_the_gpu_kernel_refuses_arrays_that_do_not_fit(on_hopper, rows, change, message):
     """It would read beyond their ends, where the CPU and XLA's dot raise an error."""
-    kernel = drawn("int4", 256, 128, 64, zeros=True)[0]
+    kernel = drawn("int4", 256, 128, 64, zeros=True, factor=True)[0]
     other = lambda x, to: x.astype(to) if isinstance(to, str) else jnp.resize(x, to)
     second = dataclasses.replace(kernel, **{name: other(getattr(kernel, name), to) for name, to in change.items()})
     with pytest.raises(ValueError, match=message):

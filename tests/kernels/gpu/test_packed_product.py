@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jattn.ops.quantised import PLACES
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_product_sm90 as kernel
 from pallas_kernels.gpu import packed_rows_sm90 as packed_rows
@@ -23,8 +24,9 @@ from pallas_kernels.gpu.packed_product_config import (
     supports,
 )
 from tests.kernels.gpu.simt import Arith, Machine, emulated
-from tests.ops.test_quantised import drawn
+from tests.ops.test_quantised import FP4, drawn
 
+NVFP4: dict = dict(format="fp4", group=16, scale_dtype="float8_e4m3fn", has_factor=True)
 CASES = {
     "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=3),
     "int4, a group within a step": dict(format="int4", group=32, scale_dtype="float32", unroll=4, across=2, along=2),
@@ -49,6 +51,12 @@ CASES = {
     "fp8 of float16": dict(format="fp8", group=128, scale_dtype="float32", rows=11, x_dtype="float16"),
     "one scale of fp8, float16": dict(format="fp8", group=256, scale_dtype="float32", x_dtype="float16"),
     "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
+    "a factor beside one scale": dict(format="int8", group=256, scale_dtype="float32", has_factor=True, rows=11),
+    "NVFP4": dict(NVFP4, unroll=2, depth=3),
+    "NVFP4 of float16": dict(NVFP4, rows=13, across=1, along=4, splits=2, x_dtype="float16"),
+    "NVFP4, two tiles of 32 rows": dict(NVFP4, unroll=2, depth=2, rows=59),
+    "NVFP4 without a factor": dict(NVFP4, has_factor=False),
+    "experts of NVFP4": dict(NVFP4, unroll=2, rows=20, experts=3),
 }
 TILES = [(2, 0, 7), (0, 7, 13), (1, 20, 0)]  # (expert, first row, rows)
 
@@ -79,8 +87,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
     if tiles is not None:
         addresses.append(memory.add(np.array(tiles, np.int32)))
     for weight in weights:
-        arrays = (weight.values, weight.scales, weight.zero_points)
-        addresses += [memory.add(np.asarray(y)) for y in arrays if y is not None]
+        addresses += [memory.add(np.asarray(y)) for y in weight.arrays if y is not None]
     out = memory.add(np.full((len(x), cfg.joined_width), np.nan, np.float32))
     machine = memory.machine(128 * cfg.warpgroups * cfg.splits)
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
@@ -129,7 +136,7 @@ def test_rows_of_any_magnitude_times_fp8(group):
 
 def stacked(weights):
     join = lambda name: None if getattr(weights[0], name) is None else jnp.stack([getattr(w, name) for w in weights])
-    return dataclasses.replace(weights[0], **{n: join(n) for n in ("values", "scales", "zero_points")})
+    return dataclasses.replace(weights[0], **{n: join(n) for n in ("values", "scales", "zero_points", "factor")})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,10 +148,8 @@ def test_every_thread_on_the_model_of_ptx_is_the_product(name):
     x = rng.normal(size=(cfg.rows, cfg.inner)).astype(cfg.x_dtype)
     weights, exact = [], []
     for width in cfg.widths:
-        some = [
-            drawn(cfg.format, 256, width, cfg.group, zeros=cfg.has_zeros, seed=width + e, scales=cfg.scale_dtype)
-            for e in range(max(cfg.experts, 1))
-        ]
+        how = dict(zeros=cfg.has_zeros, factor=cfg.has_factor, scales=cfg.scale_dtype)
+        some = [drawn(cfg.format, 256, width, cfg.group, seed=width + e, **how) for e in range(max(cfg.experts, 1))]
         weights.append(stacked([w for w, _ in some]) if cfg.experts else some[0][0])
         exact.append([numbers for _, numbers in some])
     found = run(cfg, x, weights, TILES if cfg.experts else None)
@@ -162,7 +167,10 @@ MODELS = {  # inputs and outputs of each launch
 }
 
 
-@pytest.mark.parametrize("form", [("int4", 64, "bfloat16"), ("fp4", 32, "float16"), ("fp8", 128, "float32"), None])
+FORMS = ("int4", 64, "bfloat16"), ("fp4", 32, "float16"), ("fp8", 128, "float32"), ("fp4", 16, "float8_e4m3fn"), None
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
     for inner, widths in MODELS[name]:
@@ -187,6 +195,11 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(widths=(130,)), "widths (130,): wanted multiples of 4"),
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
         (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
+        (dict(scale_dtype="float8_e4m3fn"), "or e4m3 of fp4 in groups of 16"),
+        (dict(format="fp4", group=32, scale_dtype="float8_e4m3fn"), "or e4m3 of fp4 in groups of 16"),
+        (dict(format="fp4", group=16, scale_dtype="float32"), "groups of 16: wanted multiples of 32"),
+        (dict(group=16), "groups of 16: wanted multiples of 32"),
+        (dict(NVFP4, inner=272), "inner 272: wanted a multiple of 32"),
         (dict(dtype="int8"), "results int8: wanted floats"),
         (dict(x_dtype="float32"), "rows float32: wanted floats of 16 bits"),
         (dict(across=1, along=4, splits=8), "32 parts of 8 steps"),
@@ -201,6 +214,34 @@ def test_what_is_not_served_is_refused_with_its_reason(change, reason):
     assert supports(config, chip="sm_80")[0].startswith("chip sm_80")
 
 
+def all_codes_and_scales():
+    """Of each thread a scale of e4m3 and a code; the threads have all pairs of both that are numbers."""
+    codes_, bits = np.meshgrid(np.arange(16, dtype=np.uint32), np.arange(256, dtype=np.uint32))
+    is_number = bits.ravel() & 0x7F != 0x7F
+    return codes_.ravel()[is_number], bits.ravel()[is_number]
+
+
+@pytest.mark.parametrize("element", ["bfloat16", "float16"])
+def test_a_code_of_fp4_times_its_scale_is_exact(element):
+    """Subnormal and the largest scales, negative ones, and both zeros: at each place of a word."""
+    code, bits = all_codes_and_scales()
+    exact = np.array(FP4)[code] * bits.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(float)
+    machine = Machine(len(code), 16)
+    decode_word = lambda source, target: f"decode {source} {target}"
+    with emulated(kernel, machine), mock.patch.multiple(codes, arith=Arith, decode_word=decode_word):
+        for count in (2, 4):
+            for place in range(count):
+                scale = codes.scale_pairs(bits << np.uint32(8 * place), element, count)[place]
+                words = [code << np.uint32(4 * p) for p in PLACES]
+                pairs = [codes.pairs_of_word("fp4", word, element, scale=scale) for word in words]
+                t = lambda i: np.full(len(code), i // 2, np.int32)
+                for i, word in enumerate(words):
+                    of_one = codes.pair_of_word("fp4", word, t(i), element, scale=scale)
+                    for pair in (pairs[i][i // 2], of_one):
+                        seen = np.ascontiguousarray(pair).view(element).reshape(-1, 2)[:, i % 2].astype(float)
+                        np.testing.assert_array_equal(seen * codes.unit_of_scaled(element), exact)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_it_lowers_for_cuda(name):
     config = PackedProductConfig(**dict(rows=3, inner=256, widths=(160, 32)) | CASES[name])
@@ -210,9 +251,9 @@ def test_it_lowers_for_cuda(name):
     )
 
     def matrix(width):
-        one = drawn(config.format, 256, width, config.group, zeros=config.has_zeros, scales=config.scale_dtype)[0]
-        shape = lambda y: y if y is None else jax.ShapeDtypeStruct((*lead, *y.shape), y.dtype)
-        return shape(one.values), shape(one.scales), shape(one.zero_points)
+        how = dict(zeros=config.has_zeros, factor=config.has_factor, scales=config.scale_dtype)
+        one = drawn(config.format, 256, width, config.group, **how)[0]
+        return tuple(y if y is None else jax.ShapeDtypeStruct((*lead, *y.shape), y.dtype) for y in one.arrays)
 
     tiles = jax.ShapeDtypeStruct((config.tiles, 3), jnp.int32) if config.experts else None
     run = jax.jit(lambda x, matrices, tiles: kernel.packed_product(x, matrices, config, tiles))

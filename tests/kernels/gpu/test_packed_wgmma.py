@@ -76,7 +76,7 @@ def test_is_the_product(name):
     matrices, exact = [], []
     for width in config.widths:
         weight, numbers = drawn_for(config, width)
-        matrices.append((weight.values, weight.scales, weight.zero_points))
+        matrices.append(weight.arrays)
         exact.append(numbers)
     with interpreted():
         found = kernel.packed_product_wgmma(x, tuple(matrices), config)
@@ -295,7 +295,7 @@ def test_it_lowers_for_cuda(name, splits):
     matrices = []
     for width in config.widths:
         one, _ = drawn_for(config, width)
-        matrices.append(jax.eval_shape(lambda one=one: (one.values, one.scales, one.zero_points)))
+        matrices.append(jax.eval_shape(lambda one=one: one.arrays))
     run = jax.jit(lambda x, matrices: kernel.packed_product_wgmma(x, matrices, config))
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     x = jax.ShapeDtypeStruct((config.rows, 512), jnp.dtype(config.x_dtype))
