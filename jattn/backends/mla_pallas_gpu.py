@@ -201,7 +201,7 @@ def _by_kernel(impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, tab
     else:
         latents, ropes = _pages(cache.v, cache.spec), _pages(cache.k, cache.spec)
     out, lse = latent_attention(rows, latents, ropes, table, work, config, factors)
-    return projected_values(AttentionState(out=out.astype(jnp.float32) * latent_scale, lse=lse), q.dtype, params)
+    return projected_values(AttentionState(out=out, lse=lse), q.dtype, params, params.kv_c_scale)
 
 
 def _in_range(rows: jax.Array) -> tuple[jax.Array, jax.Array]:

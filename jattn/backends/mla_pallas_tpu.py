@@ -211,7 +211,7 @@ def _absorbed(
         alibi_slopes=params.alibi_slopes, sinks=params.sinks if config.has_sinks else None, latent_scale=latent_scale,
         chip=impl.chip.generation,
     )  # fmt: skip
-    return projected_values(AttentionState(out=out.astype(jnp.float32), lse=lse), dtype or q.dtype, params)
+    return projected_values(AttentionState(out=out, lse=lse), dtype or q.dtype, params)
 
 
 def _pages(pool: jax.Array, cache_spec: KVCacheSpec) -> jax.Array:

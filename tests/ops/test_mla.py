@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 import jattn
-from jattn import MLAAttention, MLASpec
+from jattn import MLAAttention, MLAParams, MLASpec
+from jattn.device import Chip
+from jattn.ops import mla as mla_ops
+from jattn.ops.state import AttentionState
 from tests.kernels.cpu.native_setup import needs_library
 from tests.ops.latent import (
     FEATURES,
@@ -261,6 +264,103 @@ def test_bfloat16_latents_have_the_gradient_of_the_absorbed_form():
         assert a.dtype == b.dtype
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         np.testing.assert_allclose(a, b, atol=2.0**-7 * np.abs(a).max())
+
+
+@pytest.fixture
+def products_on_a_gpu(monkeypatch):
+    """(dtypes of x, of w) of each product by w_uk or w_uv, as on a GPU. The sums are those of float32 factors, because
+    not every CPU multiplies bfloat16 in batches."""
+    monkeypatch.setattr(mla_ops.device, "detect", lambda: Chip("gpu", "sm_80"))
+    einsum, seen = mla_ops.einsum, []
+
+    def recorded(names, x, w):
+        seen.append((x.dtype.name, w.dtype.name))
+        return einsum(names, x.astype(jnp.float32), w.astype(jnp.float32))
+
+    monkeypatch.setattr(mla_ops, "einsum", recorded)
+    return seen
+
+
+def heads(seed: int, a: int, dtype) -> tuple[jax.Array, jax.Array]:
+    """(w_uk or w_uv [2 a 6], rows [5 2 a])"""
+    return jnp.asarray(normal(seed, 2, a, 6), dtype), jnp.asarray(normal(seed + 1, 5, 2, a), dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "factors"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16"), ("float16", "float16", "float16"), ("float16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "float32"), ("bfloat16", "float32", "float32"), ("bfloat16", "float16", "float32"),
+    ],
+)  # fmt: skip
+def test_queries_are_absorbed_exactly_without_float32_copies_of_weights(dtype, weights, factors, products_on_a_gpu):
+    spec = MLASpec(**SIZES | dict(num_heads=2, qk_nope_head_dim=64, kv_lora_rank=6))
+    w, nope = heads(1, 64, weights)
+    q = jnp.concatenate([nope.astype(dtype), jnp.asarray(normal(3, 5, 2, 8), dtype)], axis=-1)
+    found = jax.jit(lambda q, w: mla_ops.absorbed_queries(spec, q, MLAParams(w_uk=w)))(q, w)
+    assert products_on_a_gpu == [(factors, factors)]
+    x, w = np.asarray(q, np.float64), np.asarray(w, np.float64)
+    wanted = np.concatenate([np.einsum("tha,hab->thb", x[..., :64], w), x[..., 64:]], axis=-1)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "result", "factors"),
+    [
+        ("bfloat16", "bfloat16", "bfloat16", "bfloat16"), ("float32", "bfloat16", "bfloat16", "bfloat16"),
+        ("float32", "bfloat16", "float16", "bfloat16"), ("float16", "bfloat16", "float32", "bfloat16"),
+        ("float32", "bfloat16", "float32", "float32"), ("float32", "float16", "float16", "float32"),
+        ("float16", "float16", "float16", "float16"),
+    ],
+)  # fmt: skip
+def test_values_are_projected_with_far_less_error_than_their_rounding(
+    dtype, weights, result, factors, products_on_a_gpu
+):
+    w, out = heads(5, 64, weights)
+    out = jnp.asarray(normal(6, 5, 2, 64) * 1.001, dtype)
+    found = jax.jit(lambda x, w: mla_ops._per_head(x, w, result))(out, w)
+    assert products_on_a_gpu == [(factors, factors)]
+    is_pair = "reduce_precision" in str(jax.make_jaxpr(lambda x, w: mla_ops._per_head(x, w, result))(out, w))
+    assert is_pair == (dtype != factors)  # XLA:GPU would leave out a conversion and back, and with it the rest
+    x, wide = np.asarray(out, np.float64), np.asarray(w, np.float64)
+    is_exact = dtype == factors or "float16" in (dtype, weights) or result == "float32"
+    limit = 1e-6 if is_exact else 2.0**-17
+    most = np.einsum("tha,hab->thb", np.abs(x), np.abs(wide))
+    assert (np.abs(found - np.einsum("tha,hab->thb", x, wide)) <= limit * most).all()
+    state = AttentionState(out=out, lse=jnp.zeros((5, 2)))
+    given = mla_ops.projected_values(state, jnp.dtype(result), MLAParams(w_uv=w), 0.5)
+    np.testing.assert_array_equal(given.out, (found * 0.5).astype(result))
+
+
+def test_projected_values_have_the_derivatives_of_float32_products(products_on_a_gpu):
+    w, out = heads(7, 64, "bfloat16")[0], jnp.asarray(normal(8, 5, 2, 64))
+    plain = lambda x, w: jnp.einsum("tha,hab->thb", x, w.astype(jnp.float32))
+    along = jnp.asarray(normal(9, 5, 2, 6))
+    total = lambda f: lambda x, w: (f(x, w) * along).sum()
+    mine = jax.grad(total(lambda x, w: mla_ops._per_head(x, w, "bfloat16")), (0, 1))(out, w)
+    for found, wanted in zip(mine, jax.grad(total(plain), (0, 1))(out, w), strict=True):
+        assert found.dtype == wanted.dtype
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (found, wanted)), rtol=2.0**-8, atol=1e-6)
+    np.testing.assert_allclose(mine[0], jax.grad(total(plain))(out, w), atol=2e-5)
+
+
+@pytest.mark.parametrize(("dtype", "factors"), [("bfloat16", "bfloat16"), ("float32", "float32")])
+def test_new_tokens_of_16_bits_are_materialised_without_float32_copies_of_weights(dtype, factors, products_on_a_gpu):
+    case = in_bfloat16()
+    params = case.mla.prepare_params(case.params)
+    kv_c, k_pe = (jnp.asarray(normal(s, 5, d), dtype) for s, d in ((1, 24), (2, 8)))
+    k, v = jax.jit(mla_ops.materialised)(kv_c, k_pe, params)
+    assert products_on_a_gpu == [(factors, factors)] * 2
+    x, w_uk, w_uv = (np.asarray(x, np.float64) for x in (kv_c, params.w_uk, params.w_uv))
+    np.testing.assert_allclose(k[..., :12], np.einsum("tl,hnl->thn", x, w_uk), atol=2e-5)
+    np.testing.assert_allclose(v, np.einsum("tl,hlv->thv", x, w_uv), atol=2e-5)
+
+
+def test_on_a_cpu_the_factors_stay_float32(monkeypatch):
+    """Not every CPU multiplies bfloat16 in batches: XLA then fails when the product runs."""
+    w, out = heads(7, 64, "bfloat16")
+    traced = str(jax.make_jaxpr(lambda x, w: mla_ops._per_head(x, w, "bfloat16"))(out, w))
+    assert "f32[2,64,6]" in traced and "reduce_precision" not in traced
 
 
 def test_gradients_of_both_readings_agree_and_flow_to_everything():
