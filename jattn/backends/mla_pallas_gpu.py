@@ -119,18 +119,20 @@ class MLAGpuImpl(MLAImpl):
             return super().forward(q, cache, m, params)
         if m.tokens is None:
             return self._short(q, cache, m, params)
-        short = self._short(q.at[m.tokens].get(mode="fill", fill_value=0), cache, m, params)
-        where = jnp.full(q.shape[0], -1, jnp.int32)  # the row of `short` of each token, -1 for none
-        where = where.at[m.tokens].set(jnp.arange(short.out.shape[0], dtype=jnp.int32), mode="drop")
-        others, long = _without_short(m), self._latent.forward
+        tokens, long = m.tokens, self._latent.forward
         if not prefill_reasons(self.spec, q.dtype.name):
             long = functools.partial(projected_prefill, self._latent)
-        state: Any = long(q, cache, others, params)
-        is_short = where >= 0
-        return AttentionState(
-            out=jnp.where(is_short[:, None, None], short.out[where].astype(state.out.dtype), state.out),
-            lse=jnp.where(is_short[:, None], short.lse[where], state.lse),
-        )
+        state: Any = long(q, cache, _without_short(m), params)
+
+        def short() -> tuple[jax.Array, jax.Array]:
+            few = self._short(q.at[tokens].get(mode="fill", fill_value=0), cache, m, params)
+            return few.out.astype(state.out.dtype), few.lse
+
+        others = lambda: (state.out[: tokens.shape[0]], state.lse[: tokens.shape[0]])  # none of them is used
+        out, lse = jax.lax.cond(jnp.any(m.short.level.batch.query_lens > 0), short, others)
+        index = jnp.where(tokens < q.shape[0], tokens, q.shape[0] + jnp.arange(tokens.shape[0]))  # no two alike
+        put = dict(mode="drop", unique_indices=True)
+        return AttentionState(out=state.out.at[index].set(out, **put), lse=state.lse.at[index].set(lse, **put))
 
     def prefill_mha(self, q, cache, m: MLAMetadata, params: MLAParams, kv_c=None, k_pe=None) -> AttentionState:
         """The materialised form for all requests; by the paged kernel if q is of 16 bits and it supports the layer."""

@@ -131,6 +131,36 @@ def test_a_ragged_batch_is_attention_by_its_definition(queries, cached):
     assert (out[count:] == 0).all() and np.isneginf(lse[count:]).all()
 
 
+@pytest.mark.parametrize(("queries", "calls"), [((20, 9, 0), 0), ((20, 0, 9, 1, 12, 3), 1)], ids=["prompts", "mixed"])
+def test_the_absorbed_form_is_computed_only_where_a_request_is_short(queries, calls, monkeypatch):
+    """And its rows are those of the short requests."""
+    spec, seen = MLASpec(**SIZES, scale=0.17), []  # a layer of its own: what is patched is seen by fresh traces only
+    cache_spec = mla_cache_spec(spec, 32, 16)
+
+    def short(self, q, cache, m, params):
+        jax.debug.callback(lambda: seen.append(q.shape[0]))
+        return jattn.AttentionState(out=q[..., :48] + 1, lse=q[..., 0].astype(jnp.float32))
+
+    monkeypatch.setattr(mla_pallas_gpu.MLAGpuImpl, "_short", short)
+    mla = MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER)
+    params = mla.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 16, 80) / 12))
+    table, count = poisoned_table(queries, 16, 32, 8), sum(queries)
+    meta = jattn.CommonAttentionMetadata.from_lengths(queries, queries, table, 16, num_tokens=count + 5, num_reqs=8)
+    q = jnp.asarray(normal(4, count + 5, 16, 96), jnp.bfloat16)
+    with mock.patch.multiple(mla_gpu_prefill, **INSTEAD):
+        state = mla.attend(q, mla.empty_cache(storage="native"), mla.build(meta), params)
+        jax.block_until_ready(state)
+        jax.effects_barrier()
+    assert len(seen) == calls
+    is_short = np.pad(np.repeat([0 < n <= 8 for n in queries], queries), (0, 5))
+    np.testing.assert_array_equal(state.out[is_short], (q[..., :48] + 1)[is_short])
+    np.testing.assert_array_equal(state.lse[is_short], q[..., 0][is_short])
+    assert (np.asarray(state.out)[~is_short] == 0).all()  # an empty cache
+    keys = np.pad(np.concatenate([np.arange(n) + 1.0 for n in queries]), (0, 5))
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(state.lse[~is_short, 0], np.log(keys)[~is_short], rtol=1e-6)
+
+
 def _with_ctas(config, *args):
     """The config with 3 CTAs instead of 132."""
     return dataclasses.replace(config(*args), num_ctas=3)
