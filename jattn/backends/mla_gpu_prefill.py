@@ -162,13 +162,14 @@ def projected_prefill(
         _, state = with_windows(small, begin, total, state)
         return dataclasses.replace(state, out=state.out.astype(q.dtype))
 
-    return lax.cond(total > 0, with_earlier, lambda state: state, first)
+    # A loop of one step or none: a cond would copy the state that it returns as it is.
+    once = lambda carry: (jnp.bool_(False), with_earlier(carry[1]))
+    return lax.while_loop(lambda carry: carry[0], once, (total > 0, first))[1]
 
 
 def _weights(spec: MLASpec, params: MLAParams, dtype) -> tuple[jax.Array, jax.Array]:
-    """(of keys [H, nope+R, L+R], of values [H, V, L])."""
+    """(of keys [H, nope+R, L+R], of values [H, L, V])."""
     w_uk, w_uv = (jnp.asarray(w).astype(dtype) for w in (params.w_uk, params.w_uv))
-    w_uv = jnp.swapaxes(w_uv, 1, 2)
     if not JOINED:
         return w_uk, w_uv
     rope = spec.qk_rope_head_dim
@@ -182,11 +183,11 @@ def _project(spec: MLASpec, rows: jax.Array, weights) -> tuple[jax.Array, jax.Ar
     of_keys, of_values = weights
     latents, ropes = rows[:, : spec.kv_lora_rank], rows[:, spec.kv_lora_rank :]
 
-    def times(x, w):
-        return lax.dot_general(x, w, (((1,), (2,)), ((), ())), preferred_element_type=x.dtype)
+    def times(x, w, axis):
+        return lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=x.dtype)
 
-    values = times(latents, of_values)
+    values = times(latents, of_values, 1)
     if JOINED:
-        return times(rows, of_keys), values
+        return times(rows, of_keys, 2), values
     ropes = jnp.broadcast_to(ropes[:, None], (rows.shape[0], spec.num_heads, ropes.shape[1]))
-    return jnp.concatenate([times(latents, of_keys), ropes], axis=-1), values
+    return jnp.concatenate([times(latents, of_keys, 2), ropes], axis=-1), values
