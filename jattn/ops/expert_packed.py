@@ -50,7 +50,7 @@ def config_of(x: Any, matrices: Sequence[Any], multiple: int) -> ExpertPackedCon
     """The launch for rows padded to `multiple` and one matrix, or gate and up; None if there is none."""
     if multiple == 1 or x.shape[0] % multiple or not all(isinstance(m, QuantisedArray) for m in matrices):
         return None
-    form = lambda m: (m.shape, m.format, m.axis, m.group_size, m.scales.dtype, m.zero_points is None)
+    form = lambda m: (m.shape, m.format, m.axis, m.group_size, m.scales.dtype, m.zero_points is None, m.factor is None)
     if len({form(matrix) for matrix in matrices}) > 1:
         return None
     return _choose(x.shape[0], x.dtype.name, matrices, multiple)
@@ -68,6 +68,7 @@ def _choose(rows: int, dtype: Any, matrices: Sequence[QuantisedArray], tile_rows
         processors, width=width, matrices=len(matrices), chip=device.detect().generation, rows=rows, inner=inner,
         experts=experts, multiple=tile_rows, format=first.format, group=first.group_size, dtype=name, x_dtype=name,
         scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
+        has_factor=first.factor is not None,
     )  # fmt: skip
 
 
@@ -82,7 +83,6 @@ def product(
 
     @jax.custom_batching.sequential_vmap
     def each(x, matrices, tiles):
-        arrays = tuple((matrix.values, matrix.scales, matrix.zero_points) for matrix in matrices)
-        return kernels.expert_packed_product(x, arrays, tiles, config)
+        return kernels.expert_packed_product(x, tuple(matrix.arrays for matrix in matrices), tiles, config)
 
     return each(x, matrices, tiles_of(sizes, config) if tiles is None else tiles)

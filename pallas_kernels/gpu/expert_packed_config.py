@@ -76,6 +76,7 @@ def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
     if reasons:
         return reasons
     refuse_types(c, reasons)
+    refuse(c.has_factor, "a factor: the kernel has none")
     refuse(c.dtype != c.x_dtype, f"results {c.dtype}: wanted those of the rows, {c.x_dtype}")
     refuse(c.rows <= 0 or c.rows % c.multiple != 0, f"{c.rows} rows: wanted a multiple of {c.multiple}")
     refuse(c.inner <= 0 or c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")

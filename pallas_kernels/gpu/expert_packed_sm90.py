@@ -41,7 +41,7 @@ def expert_packed_product(
 ) -> jax.Array:
     """[rows, width]: x [rows, inner] times a matrix of its row's expert; of two, silu(x gate) * (x up).
 
-    matrices: codes, scales and zero points, with a leading axis of experts. tiles i32[1 + config.tiles, 3]: as for
+    matrices: the arrays of QuantisedArrays with a leading axis of experts. tiles i32[1 + config.tiles, 3]: as for
     expert_product_sm90.py. Rows of the result after the tiles that have rows are undefined.
     """
     c = config
@@ -51,11 +51,10 @@ def expert_packed_product(
     if (tiles.shape, tiles.dtype) != ((1 + c.tiles, 3), jnp.int32):
         raise ValueError(f"tiles {tiles.dtype.name}{list(tiles.shape)} must be int32[{1 + c.tiles}, 3]")
     flat = [array for matrix in matrices for array in matrix if array is not None]
-    each = len(flat) // c.matrices
 
     def expert_packed_product(tiles, x, *refs):  # the kernel's name in a profile
         *refs, out = refs
-        arrays = [refs[each * i : each * (i + 1)] for i in range(c.matrices)]
+        arrays = [refs[c.arrays * i : c.arrays * (i + 1)] for i in range(c.matrices)]
         pl.run_scoped(functools.partial(_cta, c, tiles, x, arrays, out), _shared(c), collective_axes="wg")
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=c.warpgroups + 1, thread_name="wg")

@@ -287,7 +287,7 @@ def on_hopper(monkeypatch):
 
     def packed(x, matrices, tiles, config):
         form = dict(format=config.format, dtype=np.dtype(jnp.bfloat16))
-        weights = [QuantisedArray(values=v, scales=s, zero_points=z, **form) for v, s, z in matrices]
+        weights = [QuantisedArray(values=v, scales=s, zero_points=z, factor=f, **form) for v, s, z, f in matrices]
         return product(x, [weight.dequantise(jnp.float32) for weight in weights], tiles, config)
 
     monkeypatch.setattr(experts.expert_wgmma, "kernels", types.SimpleNamespace(expert_product=product))

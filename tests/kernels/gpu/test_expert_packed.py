@@ -58,7 +58,7 @@ def case(form: str, multiple: int, warpgroups: int, matrices: int, inner: int, w
             drawn(form["format"], inner, width, config.group, seed=10 * m + e, zeros=zeros, scales=form["scale_dtype"])
             for e in range(len(sizes))
         ]
-        stacked = [[getattr(w, n) for w, _ in each] for n in ("values", "scales", "zero_points")]
+        stacked = [[getattr(w, n) for w, _ in each] for n in ("values", "scales", "zero_points", "factor")]
         stacked = [None if arrays[0] is None else np.stack(arrays) for arrays in stacked]
         stacked[1] = np.where((padded > 0)[:, None, None], stacked[1], np.nan).astype(stacked[1].dtype)
         flat.append(tuple(None if array is None else jnp.asarray(array) for array in stacked))
@@ -206,7 +206,7 @@ def test_it_lowers_for_cuda(model, form, matrices, tokens):
     e, i, w = config.experts, config.inner, config.width
     codes = {"int8": jnp.int8, "fp8": jnp.uint8}.get(config.format, jnp.uint32)
     matrix = array((e, i // 8 if four else i, w), codes), array((e, i // config.group, w), config.scale_dtype)
-    matrix += (array((e, i // config.group, w), jnp.int8) if config.has_zeros else None,)
+    matrix += (array((e, i // config.group, w), jnp.int8) if config.has_zeros else None, None)
     run = lambda x, tiles, matrices: kernel.expert_packed_product(x, matrices, tiles, config)
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     export = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=[check])(
