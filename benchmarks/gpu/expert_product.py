@@ -1,12 +1,12 @@
-"""A mixture of experts on a Hopper card: expert_product_sm90.py against float64, then its times and a whole layer's.
+"""A mixture of experts on a Hopper card: its products against float64, then their times and a whole layer's.
 
     python -m benchmarks.gpu.expert_product [--write | --out DIR] [--only TEXT] [--seconds 120]
 
 Rows of `products` are of the launches of one layer, gate and up with their activation and down; `xla_us` is the same by
 `jax.lax.ragged_dot`, where its temporary memory (choices times experts times inputs) is at most 8 GB. `floor_us` is the
 longer of reading the chosen experts' weights at 4.68 TB/s (3.3 on an H100) and of multiplying at 700 TFLOP/s. `err` is
-the largest error over the largest value, of sampled rows. Rows of `layer` are of a whole layer with its router, rows of
-`tune` of other tiles than the chosen ones.
+the largest error over the largest value, of sampled rows. Rows of `packed` are the same of quantised matrices, rows of
+`layer` of a whole layer with its router, rows of `tune` of other tiles than the chosen ones.
 """
 
 import dataclasses
@@ -17,18 +17,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gpu import cupti, jobs
+from benchmarks.gpu import cupti, jobs, packed_product
 from jattn import device
 from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS
 from jattn.models.moe import MoE
 from jattn.ops.expert_rows import arrange
 from jattn.ops.experts import expert_product, row_multiple, silu_expert_product
+from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu.expert_product_config import ROW_TILES
 
 READ_RATES = {"h200": 4.68e6, "h100": 3.3e6}  # bytes a microsecond
 MULTIPLY_RATE = 700e6  # FLOP a microsecond
 MOST_TEMPORARY = 8e9  # bytes that XLA's ragged_dot may take
-SAMPLED = 16  # rows that are compared
+SAMPLED, SAMPLED_PACKED = 16, 4  # rows that are compared
 SHAPES = {  # experts, experts of a token, hidden, width
     "qwen3_30b": (128, 8, 2048, 768),
     "mixtral_8x7b": (8, 2, 4096, 14336),
@@ -38,6 +39,13 @@ SHAPES = {  # experts, experts of a token, hidden, width
     "granite_3b": (40, 8, 1536, 512),
 }
 TOKENS = (1, 16, 64, 256, 2048, 8192)
+PACKED = {  # one of packed_product.FORMS, and a shape
+    "qwen3_30b_fp8": ("fp8_g128", SHAPES["qwen3_30b"]),
+    "qwen3_30b_nvfp4": ("nvfp4", SHAPES["qwen3_30b"]),
+    "gpt_oss_20b_mxfp4": ("mxfp4", SHAPES["gpt_oss_20b"]),
+    "mixtral_8x7b_awq": ("awq_g128", SHAPES["mixtral_8x7b"]),
+    "deepseek_v3_fp8": ("fp8_g128", (256, 8, 7168, 2048)),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,22 +55,36 @@ class Problem:
     hidden: int
     width: int
     tokens: int
+    form: str | None = None  # one of packed_product.FORMS; None: bfloat16
 
     def draw(self):
         """(x, (gate, up, down), the chosen experts i32[tokens * top]), all experts equally likely."""
         keys = jax.random.split(jax.random.key(self.tokens), 5)
         normal = lambda key, *shape: jax.random.normal(key, shape, jnp.bfloat16)
-        up = (self.experts, self.hidden, self.width)
-        gate, up = (normal(key, *up) * self.hidden**-0.5 for key in keys[1:3])
-        down = normal(keys[3], self.experts, self.width, self.hidden) * self.width**-0.5
+        sizes = (self.hidden, self.width), (self.hidden, self.width), (self.width, self.hidden)
+        if self.form is None:
+            weights = [
+                normal(key, self.experts, *size) * size[0] ** -0.5 for key, size in zip(keys[1:4], sizes, strict=True)
+            ]
+        else:
+            weights = [draw_experts(self.form, *size, self.experts * i, self.experts) for i, size in enumerate(sizes)]
         chosen = jax.lax.top_k(jax.random.uniform(keys[4], (self.tokens, self.experts)), self.top)[1]
-        return normal(keys[0], self.tokens, self.hidden), (gate, up, down), chosen.reshape(-1)
+        return normal(keys[0], self.tokens, self.hidden), tuple(weights), chosen.reshape(-1)
 
-    def floor(self, chosen) -> float:
+    def floor(self, weights, chosen) -> float:
         """us: the longer of reading the chosen experts and of multiplying."""
-        numbers = 3 * self.hidden * self.width
+        numbers, size = 3 * self.hidden * self.width, sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
         used, kind = len(np.unique(np.asarray(chosen))), "h200" if "H200" in device.card().upper() else "h100"
-        return max(2 * used * numbers / READ_RATES[kind], 2 * len(chosen) * numbers / MULTIPLY_RATE)
+        return max(size * used / self.experts / READ_RATES[kind], 2 * len(chosen) * numbers / MULTIPLY_RATE)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 4))
+def draw_experts(form: str, inner: int, width: int, seed: int, count: int) -> QuantisedArray:
+    """A random matrix of each expert, whose numbers are divided by sqrt(inner)."""
+    drawn = jax.vmap(lambda seed: packed_product.draw(form, inner, width, seed))(seed + jnp.arange(count))
+    if drawn.factor is not None:
+        return dataclasses.replace(drawn, factor=drawn.factor * inner**-0.5)
+    return dataclasses.replace(drawn, scales=(drawn.scales * inner**-0.5).astype(drawn.scales.dtype))
 
 
 def products(weights, x, sizes, multiple: int):
@@ -77,7 +99,11 @@ def compiled(f, *args, tokens: int):
 
 def exactly(x, weights, expert: int) -> np.ndarray:
     """One row by numpy in float64."""
-    gate, up, down = (np.asarray(w[expert], np.float64) for w in weights)
+    if isinstance(weights[0], QuantisedArray):
+        each = [jax.tree.map(lambda array: array[expert], w) for w in weights]
+        gate, up, down = (packed_product.numbers(w, np.arange(w.shape[1])) for w in each)
+    else:
+        gate, up, down = (np.asarray(w[expert], np.float64) for w in weights)
     of_gate = x @ gate
     return (of_gate / (1 + np.exp(-of_gate)) * (x @ up)) @ down
 
@@ -90,16 +116,20 @@ def measure(problem: Problem, tile_rows: int | None = None, timed: bool = True) 
     given = x.at[rows.choice // problem.top].get(mode="promise_in_bounds")
     run = compiled(functools.partial(products, multiple=multiple), weights, given, rows.sizes, tokens=problem.tokens)
     y = np.asarray(run(weights, given, rows.sizes)[rows.row], np.float64)
-    picked = np.linspace(0, len(chosen) - 1, SAMPLED).astype(int)
+    picked = np.linspace(0, len(chosen) - 1, SAMPLED if problem.form is None else SAMPLED_PACKED).astype(int)
     every = np.asarray(x, np.float64)
     wanted = np.stack([exactly(every[i // problem.top], weights, int(chosen[i])) for i in picked])
     err = float(np.nan_to_num(np.abs(y[picked] - wanted), nan=np.inf).max() / np.abs(wanted).max())
     if not timed:
         return dict(err=err, ok=err < 0.02)
     us, parts = cupti.micros(run, weights, given, rows.sizes)
-    floor = problem.floor(chosen)
+    floor = problem.floor(weights, chosen)
     figures = dict(us=us, floor_us=floor, ratio=us / floor, err=err)
-    if 2 * len(chosen) * problem.experts * max(problem.hidden, problem.width) < MOST_TEMPORARY and tile_rows is None:
+    if (
+        2 * len(chosen) * problem.experts * max(problem.hidden, problem.width) < MOST_TEMPORARY
+        and tile_rows is None
+        and problem.form is None
+    ):
         plain = arrange(chosen, problem.experts)
         theirs = compiled(_by_xla, weights, x[plain.choice // problem.top], plain.sizes, tokens=problem.tokens)
         figures["xla_us"] = cupti.micros(theirs, weights, x[plain.choice // problem.top], plain.sizes, iterations=3)[0]
@@ -124,7 +154,7 @@ def measure_layer(problem: Problem) -> dict:
     y = run(weights, x)
     us, parts = cupti.micros(run, weights, x)
     chosen = jax.lax.top_k(x.astype(jnp.float32) @ router.astype(jnp.float32), problem.top)[1]
-    floor = problem.floor(chosen.reshape(-1))
+    floor = problem.floor((gate, up, down), chosen.reshape(-1))
     print("     ", f"{len(parts)} kernels", parts, flush=True)
     return dict(us=us, floor_us=floor, ratio=us / floor, ok=bool(jnp.isfinite(y).all()))
 
@@ -135,6 +165,10 @@ def jobs_of():
             for name, shape in SHAPES.items():
                 case = f"{part}_{name}_{tokens}"
                 yield dict(part=part, case=case, tokens=tokens), functools.partial(work, Problem(*shape, tokens))
+    for tokens in TOKENS:
+        for name, (form, shape) in PACKED.items():
+            names = dict(part="packed", case=f"packed_{name}_{tokens}", tokens=tokens)
+            yield names, functools.partial(measure, Problem(*shape, tokens, form))
     for tokens in TOKENS[2:]:
         for name, shape in SHAPES.items():
             for tile_rows in ROW_TILES:
