@@ -58,7 +58,7 @@ class ExpertPackedConfig(StagedConfig):
     @property
     def scale_rows(self) -> int:
         """Rows of scales of a stage; one scale for each column is copied with every stage."""
-        return self.depth // self.run
+        return 1 if self.is_whole else super().scale_rows
 
 
 def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:

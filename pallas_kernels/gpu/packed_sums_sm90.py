@@ -145,38 +145,49 @@ def add_up(cfg, here: Results, base, split, wg):
     """
     threads = 128 * cfg.warpgroups * cfg.splits
     own = ptx.add(ptx.mul(ptx.add(ptx.mul(split, cfg.warpgroups), wg), 128), ptx.thread_index())
-    results = []
-    for first in range(0, min(cfg.tile_rows, cfg.rows) * cfg.strip, threads):
-        number = ptx.add(own, ptx.i32(first))
-        row, column = arith.divui(number, ptx.i32(cfg.strip)), arith.remui(number, ptx.i32(cfg.strip))
-        at = ptx.add(here.column, column)
-        is_used = arith.andi(ptx.less(row, here.count), ptx.less(at, here.width))
-        is_used = ptx.bool_to_i32(is_used)
-        results.append((row, column, at, is_used, _multipliers(cfg, here, at, is_used)))
+    firsts = range(0, min(cfg.tile_rows, cfg.rows) * cfg.strip, threads)
+    columns = {at: _column(cfg, here, ptx.add(own, ptx.i32(at))) for at in sorted({n % cfg.strip for n in firsts})}
     wait_for_all(cfg)
     peers = [base] if cfg.splits == 1 else [of_peer(base, rank) for rank in range(cfg.splits)]
     space = "shared" if cfg.splits == 1 else "shared::cluster"
-    for row, column, at, is_used, multipliers in results:
-        inside, total = ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column), 4), None
+    for first in firsts:
+        column = columns[first % cfg.strip]
+        row = ptx.add(column.row, ptx.i32(first // cfg.strip))
+        is_used = ptx.bool_to_i32(arith.andi(ptx.less(row, here.count), column.is_used))
+        inside, total = ptx.mul(ptx.add(ptx.mul(row, cfg.pitch), column.of_strip), 4), None
         for peer in peers:
             for part in range(cfg.along):
                 offset = 4 * part * cfg.tile_rows * cfg.pitch
                 text = "{{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0f00000000; @p ld.{}.f32 $0, [$1+{}]; }}"
                 value = ptx.asm_value(text.format(space, offset), "=&f,r,r", ptx.add(peer, inside), is_used)
                 total = value if total is None else arith.addf(total, value)
-        for multiplier in multipliers:
+        for multiplier in column.multipliers:
             total = arith.mulf(total, multiplier)
-        _store(cfg.dtype, place_of(here.out, row, ptx.i32(cfg.joined_width), at, ITEM_BYTES[cfg.dtype]), total, is_used)
+        place = place_of(here.out, row, ptx.i32(cfg.joined_width), column.of_matrix, ITEM_BYTES[cfg.dtype])
+        _store(cfg.dtype, place, total, is_used)
 
 
-def _multipliers(cfg, here: Results, column, is_used) -> list:
-    """f32: what the sum of a column is multiplied by, one after the other."""
-    found = []
-    if cfg.is_whole:
-        found.append(_of_column(here, here.scales, cfg.scale_dtype, column, is_used))
-    if cfg.has_factor:
-        found.append(_of_column(here, here.factor, "float32", column, is_used))
-    return [*found, ptx.f32(unit_of_scaled(cfg.element))] if cfg.scales_codes else found
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """A column of which a thread adds up some rows; mostly it has only one, as its numbers are whole rows apart."""
+
+    row: object  # i32, the first
+    of_strip: object  # i32
+    of_matrix: object
+    is_used: object  # is it one of the matrix?
+    multipliers: list  # f32, of each sum, one after the other
+
+
+def _column(cfg, here: Results, number) -> _Column:
+    """The column of a number of the CTA's results."""
+    row, of_strip = arith.divui(number, ptx.i32(cfg.strip)), arith.remui(number, ptx.i32(cfg.strip))
+    column = ptx.add(here.column, of_strip)
+    is_used = ptx.less(column, here.width)
+    load = lambda start, dtype: _of_column(here, start, dtype, column, ptx.bool_to_i32(is_used))
+    multipliers = [load(here.scales, cfg.scale_dtype)] if cfg.is_whole else []
+    multipliers += [load(here.factor, "float32")] if cfg.has_factor else []
+    multipliers += [ptx.f32(unit_of_scaled(cfg.element))] if cfg.scales_codes else []
+    return _Column(row, of_strip, column, is_used, multipliers)
 
 
 def _of_column(here: Results, start, dtype: str, column, is_used):

@@ -46,8 +46,8 @@ class StagedConfig(PackedConfig):
 
     @property
     def run(self) -> int:
-        """Inputs of a stage that have the same scales."""
-        return self.depth if self.is_whole else min(self.group, self.depth)
+        """Inputs of a stage whose sums have the same scales, or none."""
+        return min(self.group, self.depth) if self.scales_sums else self.depth
 
     @property
     def span(self) -> int:
@@ -67,7 +67,7 @@ class StagedConfig(PackedConfig):
     @property
     def scale_rows(self) -> int:
         """Rows of scales of a stage."""
-        return 0 if self.is_whole else self.depth // self.run
+        return 0 if self.is_whole else self.depth // min(self.group, self.depth)
 
     @property
     def zero_rows(self) -> int:
@@ -125,9 +125,8 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
     if reasons:
         return reasons
     refuse_types(c, reasons)
-    refuse(c.has_factor, "a factor: the kernel has none")
     refuse(c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
-    if not c.is_whole:
+    if c.scales_sums:
         refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
         nested = c.group % c.depth == 0 or c.depth % c.group == 0
         refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")
@@ -198,7 +197,7 @@ UNIT_OF_STAGE = 3.3
 """Microseconds of an SM for 64 columns of 64 inputs: in any case and for each row, by the most rows of a CTA, and
 divided by the depth of a stage. Of wide tiles an SM has one CTA, with less to do meanwhile (an H100, 2026-11-28)."""
 UNIT_OF_FORMAT = {"int8": -0.008, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
-UNIT_OF_SMALL_GROUP = 0.023  # with groups of 32
+UNIT_OF_SMALL_GROUP = 0.023  # with groups of 32; taken for those of 16, too, which were not measured
 
 
 def cost(config: PackedWgmmaConfig, processors: int) -> float:
@@ -218,7 +217,7 @@ def cost(config: PackedWgmmaConfig, processors: int) -> float:
     busiest = slots * (rounds - 1) + min(-(-(ctas - most * (rounds - 1)) // alone), slots)
     unit = UNIT[c.most_rows] + UNIT_OF_ROW[c.most_rows] * c.tile_rows
     unit += UNIT_OF_STAGE / c.depth + UNIT_OF_FORMAT[c.format]
-    unit += UNIT_OF_SMALL_GROUP if c.group == 32 else 0
+    unit += UNIT_OF_SMALL_GROUP if c.group <= 32 else 0
     work = busiest * c.warpgroups * -(-c.chunks // c.splits) * c.depth / 64 * unit
     work *= LARGE_CLUSTERS if c.splits > 4 and rounds > 2 else 1
     read = c.inner * sum(c.widths) * BITS[c.format] / 8 / READ_RATE

@@ -9,8 +9,9 @@ stage, a part of shared memory. The stages are a ring: as many chunks are on the
 turns the codes of its 64 columns into the dtype of x in registers, in which they are exact: the first operand of
 wgmma. While one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4,
 t = lane % 4) has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in
-float32 at the end of each group. A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the
-registers for it: codes are then decoded once for twice as many rows.
+float32 at the end of each group; codes of NVFP4 are multiplied by their scales instead, and sums stay in registers.
+A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the registers for it: codes are then
+decoded once for twice as many rows.
 
 Warpgroup w starts the copies to the stages w, w + warpgroups and so on. It refills a stage one step after all
 warpgroups have read it, so that it rarely waits. CTAs of a cluster share the inner dimension (packed_sums_sm90.py).
@@ -176,22 +177,23 @@ def copy_matrix(cfg: StagedConfig, matrix, lead: tuple, column, smem: dict, full
 
 
 def add_run(cfg: StagedConfig, smem: dict, slot, run: int, wg, total, meanwhile):
-    """total + the products of the inputs of a stage that have the same scales.
+    """total + the products of the inputs of a run of a stage.
 
     meanwhile: called after the stage's last wgmma has been issued, before its result is needed.
     """
     spans = range(run * cfg.run // cfg.span, (run + 1) * cfg.run // cfg.span)
     zeros = smem["zeros"].at[slot, run] if cfg.zero_rows else None
+    of_codes = smem["scales"].at[slot] if cfg.scales_codes else None
 
     def multiply(acc):
         for span in spans:
-            left = decoded_columns(cfg, smem["values"].at[slot], zeros, span, wg)
+            left = decoded_columns(cfg, smem["values"].at[slot], zeros, span, wg, of_codes)
             right = smem["tokens"].at[slot, :, pl.ds(span * cfg.span, cfg.span)].transpose((1, 0))
             plgpu.wgmma(acc, left, right)
         if run == cfg.depth // cfg.run - 1:
             meanwhile()
 
-    if cfg.is_whole:  # the sums stay in the accumulator
+    if not cfg.scales_sums:  # they stay in the accumulator
         return pl.run_state(multiply)(plgpu.ACC.init(total))
 
     def scaled(acc):
@@ -208,31 +210,39 @@ def first_column(wg):
     return ptx.add(ptx.mul(ptx.scalar_value(wg), COLUMNS), ptx.mul(warp, 16), ptx.mul(g, 2))
 
 
-def decoded_columns(cfg: StagedConfig, values, zeros, span: int, wg):
-    """The numbers of this warpgroup's codes, less their zero points, of a span of a stage: [64 columns, span]."""
+def decoded_columns(cfg: StagedConfig, values, zeros, span: int, wg, scales=None):
+    """The numbers of this warpgroup's codes, less their zero points, of a span of a stage: [64 columns, span].
+
+    scales: of the stage, by which codes are multiplied: see packed_codes_sm90.scale_pairs.
+    """
     is_four = BITS[cfg.format] == 4
-    kinds = [_ref_type(cfg, "values"), ptx.SCALAR]
+    kinds, others = [_ref_type(cfg, "values"), ptx.SCALAR], [ref for ref in (zeros, scales) if ref is not None]
     shape, element = (COLUMNS, cfg.span), jnp.dtype(cfg.element)
 
     @plgpu.inline_mgpu(
-        arg_types=(*kinds, *([plgpu.RefType()] if cfg.zero_rows else [])),
+        arg_types=(*kinds, *(plgpu.RefType(),) * len(others)),
         return_type=plgpu.ShapeDtypeStruct(shape, element, _WGMMA),
     )
-    def decode(ctx, values, wg, *zeros):
+    def decode(ctx, values, wg, *others):
         column = first_column(wg)
-        offsets = _zero_pairs(cfg, zeros[0], column) if zeros else None
-        read = _words_of_4_bits(cfg, values, column, span) if is_four else _words_of_8_bits(cfg, values, column, span)
+        offsets = _zero_pairs(cfg, others[0], column) if cfg.zero_rows else None
+        own = (_scales_of_codes(cfg, others[-1], column, span),) if cfg.scales_codes else ()
+        words_of = _words_of_4_bits if is_four else _words_of_8_bits
+        read = words_of(cfg, values, column, span, *own)
         kind, words = utils.dtype_to_ir_type(element), []
         for second, place in rows.pair_places(rows.empty_fragment(shape, _WGMMA, kind)):
             word = read(place // 8, second)
             words.append(codes.subtract(word, offsets[second], cfg.element) if offsets else word)
         return rows.fragment_of_words(shape, kind, words)
 
-    return decode(values, wg, *([zeros] if cfg.zero_rows else []))
+    return decode(values, wg, *others)
 
 
-def _words_of_4_bits(cfg: StagedConfig, values, column, span: int):
-    """A function (n, second) -> a word: inputs 8 n + 2 t and 8 n + 2 t + 1 of the thread's first or second column."""
+def _words_of_4_bits(cfg: StagedConfig, values, column, span: int, scales=None):
+    """A function (n, second) -> a word: inputs 8 n + 2 t and 8 n + 2 t + 1 of the thread's first or second column.
+
+    scales: those of `_scales_of_codes`.
+    """
     place, t = ptx.add(ptx.pointer(values, 3), ptx.mul(column, 4)), ptx.lane_position()[1]
     loaded: dict[int, list] = {}
 
@@ -240,10 +250,20 @@ def _words_of_4_bits(cfg: StagedConfig, values, column, span: int):
         if eight not in loaded:
             offset = 4 * cfg.strip * (span * cfg.span // 8 + eight)
             both = ptx.asm_values(f"ld.shared.v2.b32 {{$0, $1}}, [$2+{offset}];", "=r,=r,r", 2, place)
-            loaded[eight] = [codes.pair_of_word(cfg.format, word, t, cfg.element) for word in both]
+            decode = functools.partial(codes.pair_of_word, cfg.format, t=t, element=cfg.element)
+            own = [None, None] if scales is None else scales[8 * eight // cfg.group]
+            loaded[eight] = [decode(word, scale=scale) for word, scale in zip(both, own, strict=True)]
         return loaded[eight][second]
 
     return read
+
+
+def _scales_of_codes(cfg: StagedConfig, scales, column, span: int) -> list:
+    """[group of the span][column of the thread]: what codes are multiplied by. scales: of a stage, in SMEM."""
+    place, groups = ptx.add(ptx.pointer(scales, 3), column), cfg.span // cfg.group
+    text = "ld.shared.u16 $0, [$1+{}];"
+    load = lambda group: ptx.asm_value(text.format(cfg.strip * (span * groups + group)), "=r,r", place)
+    return [codes.scale_pairs(load(group), cfg.element, 2) for group in range(groups)]
 
 
 def _words_of_8_bits(cfg: StagedConfig, values, column, span: int):
@@ -297,7 +317,7 @@ def scales_of_columns(cfg: StagedConfig, scales, wg):
 
 def store_results(cfg: PackedWgmmaConfig, arrays, out, memory, kind, total, wg):
     """Sums of the cluster to GMEM. Those of a CTA, [tile_rows, pitch] floats, replace what was in `memory`."""
-    flat = [*(scales for _, scales, *_ in arrays), out]
+    flat = [*(of_matrix[1] for of_matrix in arrays), *(of_matrix[-1] for of_matrix in arrays if cfg.has_factor), out]
     numbers = [lax.axis_index(name) for name in ("strip", "tile", "split")]
 
     @plgpu.inline_mgpu(arg_types=(kind, _WGMMA, *(ptx.SCALAR,) * 4, *(plgpu.RefType(),) * len(flat)))

@@ -192,7 +192,7 @@ def test_matrices_that_the_gpu_kernel_takes(monkeypatch, on_hopper):
     for kernel, most in (
         (made("int4", 64, zeros=True), 256),
         (made("fp4", 32, scales="bfloat16"), 256),
-        (made("fp4", 16, scales="float8_e4m3fn", factor=True), 128),
+        (made("fp4", 16, scales="float8_e4m3fn", factor=True), 256),
         (made("int8", 256), 256),
         (made("fp8", 128), 256),
         odd("int4", 64, 120),

@@ -23,6 +23,7 @@ from jax._src.state.types import AbstractRef
 
 from jattn.ops import quantised
 from pallas_kernels.gpu import softmax_sm90 as softmax
+from pallas_kernels.gpu.packed_codes_sm90 import unit_of_scaled
 from tests.kernels.gpu.interpreter_eight_bits import PTX_OF_EIGHT_BITS
 from tests.kernels.gpu.interpreter_parts import PTX_OF_PARTS, flat_rows, warp_rows
 from tests.kernels.gpu.interpreter_races import WRITERS, check_races, multiply
@@ -461,7 +462,7 @@ def _columns_of_rows():
     return row // 16 * 16 + row % 8 * 2 + row % 16 // 8
 
 
-def _decoded_columns(closure, values, wg, *zeros):
+def _decoded_columns(closure, values, wg, *others):
     cfg, columns = closure["cfg"], 64 * int(wg) + _columns_of_rows()
     first = closure["span"] * cfg.span
     if cfg.format in ("int4", "fp4"):
@@ -470,7 +471,10 @@ def _decoded_columns(closure, values, wg, *zeros):
     else:
         numbers = values[first : first + cfg.span, columns]
         numbers = numbers.view(jax.numpy.float8_e4m3fn) if cfg.format == "fp8" else numbers
-    numbers = numbers.astype(np.float32) - (zeros[0].astype(np.float32)[columns] if zeros else 0)
+    numbers = numbers.astype(np.float32) - (others[0].astype(np.float32)[columns] if cfg.zero_rows else 0)
+    if cfg.scales_codes:
+        scales = np.repeat(others[-1].astype(np.float32)[first // cfg.group :], cfg.group, axis=0)[: cfg.span]
+        numbers = numbers * scales[:, columns] / unit_of_scaled(cfg.element)
     exact = numbers.T.astype(jax.numpy.dtype(cfg.element))
     assert (exact.astype(np.float32) == numbers.T).all()
     return (exact,)
@@ -489,12 +493,13 @@ def _store_results(closure, memory, total, wg, strip, tile, split, *gmem):
     here.clear()
     matrix = max(i for i, first in enumerate(cfg.first_strips) if first <= strip)
     column, row = (int(strip) - cfg.first_strips[matrix]) * cfg.strip, int(tile) * cfg.tile_rows
-    scales, before = gmem[matrix], sum(cfg.widths[:matrix])
+    scales, factor, before = gmem[matrix], gmem[cfg.has_factor * len(cfg.widths) + matrix], sum(cfg.widths[:matrix])
     out = gmem[-1][:, before : before + cfg.widths[matrix]]
     part = out[row : row + cfg.tile_rows, column : column + cfg.strip]
     sums = sums[: part.shape[0], : part.shape[1]]
-    factors = scales[0, column : column + cfg.strip].astype(np.float32) if cfg.is_whole else 1
-    part[...] = (sums * factors).astype(out.dtype)
+    own = lambda of_columns: of_columns[0, column : column + cfg.strip].astype(np.float32)
+    sums = sums * (own(scales) if cfg.is_whole else 1) * (own(factor) if cfg.has_factor else 1)
+    part[...] = (sums * (unit_of_scaled(cfg.element) if cfg.scales_codes else 1)).astype(out.dtype)
 
 
 def _store_pairs(closure, out, y, wg, row, column):

@@ -139,8 +139,8 @@ def stacked(weights):
     return dataclasses.replace(weights[0], **{n: join(n) for n in ("values", "scales", "zero_points", "factor")})
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_thread_on_the_model_of_ptx_is_the_product(name):
+def errors_of(name) -> list[float]:
+    """Of each matrix, over the spread of its results."""
     fields = dict(rows=3, inner=256, widths=(160, 32)) | CASES[name]
     cfg = PackedProductConfig(**fields)
     assert not supports(cfg)
@@ -152,11 +152,40 @@ def test_every_thread_on_the_model_of_ptx_is_the_product(name):
         some = [drawn(cfg.format, 256, width, cfg.group, seed=width + e, **how) for e in range(max(cfg.experts, 1))]
         weights.append(stacked([w for w, _ in some]) if cfg.experts else some[0][0])
         exact.append([numbers for _, numbers in some])
-    found = run(cfg, x, weights, TILES if cfg.experts else None)
+    found, errors = run(cfg, x, weights, TILES if cfg.experts else None), []
     for y, numbers in zip(found, exact, strict=True):
         expert = [e for e, _, count in TILES for _ in range(count)] if cfg.experts else [0] * cfg.rows
         wanted = np.stack([np.float64(row) @ numbers[e] for row, e in zip(x, expert, strict=True)])
-        assert np.abs(y - wanted).max() < 1e-5 * wanted.std()
+        errors.append(np.abs(y - wanted).max() / wanted.std())
+    return errors
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_thread_on_the_model_of_ptx_is_the_product(name):
+    assert max(errors_of(name)) < 1e-5
+
+
+MUTANTS = {
+    "scales of other columns": (codes, "scale_pairs", lambda real: lambda *args: real(*args)[::-1]),
+    "one scale of 32 inputs": (
+        kernel, "_places", lambda real: lambda cfg, here, column, t: dataclasses.replace(
+            real(cfg, here, column, t), scales=real(cfg, here, column, 0 * t).scales
+        ),
+    ),
+    "the factor of another column": (
+        packed_sums, "_of_column", lambda real: lambda here, start, dtype, column, is_used: real(
+            here, start, dtype, column ^ 1, is_used
+        ),
+    ),
+    "another unit": (packed_sums, "unit_of_scaled", lambda real: lambda element: 1.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", MUTANTS)
+def test_a_mutant_is_caught(fault):
+    module, name, change = MUTANTS[fault]
+    with mock.patch.object(module, name, change(getattr(module, name))):
+        assert max(errors_of("NVFP4")) > 1e-2
 
 
 MODELS = {  # inputs and outputs of each launch

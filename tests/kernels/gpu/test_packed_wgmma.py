@@ -24,7 +24,7 @@ from pallas_kernels.gpu.packed_wgmma_config import (
     ways,
 )
 from tests.kernels.gpu.simt import Arith, Fragment, Machine, emulated
-from tests.kernels.gpu.test_packed_product import MODELS, Memory
+from tests.kernels.gpu.test_packed_product import MODELS, NVFP4, Memory
 from tests.kernels.gpu.test_warp_mma import place_tile
 from tests.ops.test_quantised import drawn
 
@@ -50,6 +50,11 @@ CASES = {
     "int8 of float16": dict(format="int8", group=512, scale_dtype="float32", rows=64, x_dtype="float16"),
     "fp8 of float16": dict(format="fp8", group=128, scale_dtype="float32", rows=70, most_rows=128, x_dtype="float16"),
     "fp8 blocks": dict(format="fp8", group=256, scale_dtype="float32", rows=33, widths=(512, 256), warpgroups=4),
+    "a factor beside one scale": dict(format="int8", group=512, scale_dtype="float32", rows=64, has_factor=True),
+    "NVFP4": dict(NVFP4, dtype="bfloat16"),
+    "NVFP4 of float16": dict(NVFP4, rows=70, depth=64, stages=5, dtype="float16", x_dtype="float16"),
+    "NVFP4, deep stages": dict(NVFP4, rows=32, depth=256, warpgroups=4, widths=(256, 512)),
+    "NVFP4, 200 rows in two wide tiles": dict(NVFP4, rows=200, most_rows=128),
 }
 
 
@@ -62,8 +67,8 @@ def config_of(name: str, **fields) -> PackedWgmmaConfig:
 
 def drawn_for(config: PackedWgmmaConfig, width: int):
     """A random matrix, and its numbers."""
-    zeros, scales = config.has_zeros, config.scale_dtype
-    return drawn(config.format, config.inner, width, config.group, zeros=zeros, seed=width, scales=scales)
+    how = dict(zeros=config.has_zeros, factor=config.has_factor, scales=config.scale_dtype)
+    return drawn(config.format, config.inner, width, config.group, seed=width, **how)
 
 
 @pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
@@ -108,15 +113,20 @@ def on_model(machine: Machine):
 @pytest.mark.parametrize("name", CASES)
 def test_every_thread_decodes_its_columns(name):
     config = config_of(name)
-    weight, numbers = drawn(config.format, 512, config.strip, config.group, zeros=config.has_zeros, scales="float32")
+    how = dict(zeros=config.has_zeros, scales=config.scale_dtype if config.scales_codes else "float32")
+    weight, numbers = drawn(config.format, 512, config.strip, config.group, **how)
     stage = np.asarray(weight.values)[: config.value_rows]
-    machine = Machine(128 * config.warpgroups, stage.nbytes + 1024)
+    machine = Machine(128 * config.warpgroups, stage.nbytes + 16 * config.strip)
+    if config.scales_codes:
+        own = np.asarray(weight.scales)[: config.scale_rows].reshape(-1).view(np.uint8)
+        machine.memory[stage.nbytes : stage.nbytes + own.size] = own
     if config.format in ("int4", "fp4"):
         machine.memory[: stage.nbytes] = stage.reshape(-1).view(np.uint8)
     else:
         place_tile(machine.memory, 0, stage)
     wg, row, t = lanes_of(config.warpgroups)
     at = lambda place: np.full(machine.lane.shape, place, np.int32)
+    scales = at(stage.nbytes) if config.scales_codes else None
     for span in range(config.depth // config.span):
         group = span * config.span // config.group
         if config.zero_rows:
@@ -124,8 +134,10 @@ def test_every_thread_decodes_its_columns(name):
             machine.memory[stage.nbytes : stage.nbytes + zero.size] = zero
         emulation, arithmetic = on_model(machine)
         with emulation, arithmetic:
-            found = kernel.decoded_columns(config, at(0), at(stage.nbytes), span, wg.astype(np.int32))
+            zeros = at(stage.nbytes) if config.zero_rows else None
+            found = kernel.decoded_columns(config, at(0), zeros, span, wg.astype(np.int32), scales)
         scale = np.asarray(weight.scales, np.float64)[group]
+        scale = np.full_like(scale, codes.unit_of_scaled(config.element)) if config.scales_codes else scale
         places = rows.pair_places(Fragment((64, config.span), kernel._WGMMA))
         for (second, place), word in zip(places, found.registers.flat, strict=True):
             pair = np.ascontiguousarray(word).view(config.element).reshape(-1, 2)
@@ -151,16 +163,24 @@ def test_every_thread_reads_the_scales_of_its_columns(dtype):
 
 @pytest.mark.parametrize(
     ("splits", "name", "rows_of_x"),
-    [(1, "int8", 70), (3, "int4", 21), (2, "one group of 4 bits", 9), (2, "int4, 100 rows of a CTA", 100)],
+    [
+        (1, "int8", 70),
+        (3, "int4", 21),
+        (2, "one group of 4 bits", 9),
+        (2, "int4, 100 rows of a CTA", 100),
+        (2, "NVFP4", 40),
+        (1, "a factor beside one scale", 64),
+    ],  # fmt: skip
 )
 def test_every_thread_adds_up_and_stores(splits, name, rows_of_x):
-    config = config_of(name, splits=splits, rows=rows_of_x, depth=128, stages=3)
+    config = config_of(name, splits=splits, rows=rows_of_x, depth=128, stages=3, dtype="float32")
     rng, threads = np.random.default_rng(2), 128 * config.warpgroups
     sums = rng.normal(size=(config.strips, config.tiles, splits, config.strip, config.tile_rows)).astype(np.float32)
     scales = [rng.uniform(0.5, 1.5, (1, width)).astype(config.scale_dtype) for width in config.widths]
+    factors = [rng.uniform(0.5, 1.5, (1, width)).astype(np.float32) for width in config.widths if config.has_factor]
     memory, shared = Memory(), -(-config.sum_bytes // 16) * 16
     base = memory.add(np.full(shared * splits, 0xFF, np.uint8))
-    places = [memory.add(x) for x in scales]
+    places = [memory.add(x) for x in (*scales, *factors)]
     out = memory.add(np.full((rows_of_x, config.joined_width), np.nan, np.float32))
     machine = memory.machine(threads * splits)
     lane = machine.lane
@@ -183,21 +203,26 @@ def test_every_thread_adds_up_and_stores(splits, name, rows_of_x):
                     total.registers.reshape(-1)[i] = tuple(of_pair)
                 given = dict(strip=every(strip), tile=every(tile), split=split.astype(np.int32))
                 refs = [every(a).astype(np.int64) for a in (*places, out)]
-                arrays = [(None, place, *([None] * config.has_zeros)) for place in refs[:2]]
+                of_matrices = zip(refs[:2], refs[2:-1] or [None, None], strict=True)
+                arrays = [(None, scale, factor)[: 2 + config.has_factor] for scale, factor in of_matrices]
                 with mock.patch.object(kernel.lax, "axis_index", given.get):
                     start = (base + split * shared).astype(np.int32)
-                    kernel.store_results(config, arrays, refs[2], start, None, total, wg.astype(np.int32))
+                    kernel.store_results(config, arrays, refs[-1], start, None, total, wg.astype(np.int32))
     joined = machine.memory[out : out + 4 * rows_of_x * config.joined_width].view(np.float32).reshape(rows_of_x, -1)
     apart = np.split(joined, np.cumsum(config.widths)[:-1], axis=1)
     for i, (y, width) in enumerate(zip(apart, config.widths, strict=True)):
         first, count = config.first_strips[i], -(-width // config.strip)
         wanted = sums[first : first + count].sum(axis=2).transpose(1, 3, 0, 2)
         wanted = wanted.reshape(config.tiles * config.tile_rows, -1)[:rows_of_x, :width]
-        np.testing.assert_allclose(y, wanted * (scales[i].astype(np.float32) if config.is_whole else 1), rtol=1e-6)
+        wanted = wanted * (scales[i].astype(np.float32) if config.is_whole else 1)
+        wanted = wanted * (factors[i] if config.has_factor else 1)
+        unit = codes.unit_of_scaled(config.element) if config.scales_codes else 1
+        np.testing.assert_allclose(y, wanted * unit, rtol=1e-6)
 
 
 FORMS = [
     ("int4", 64, "bfloat16"), ("fp4", 32, "float16"), ("fp8", 128, "float32"), ("int8", None, "float32"),
+    ("fp4", 16, "float8_e4m3fn"),
 ]  # fmt: skip
 
 
@@ -266,6 +291,8 @@ WIDE = dict(rows=100, most_rows=128, warpgroups=2)
         (dict(widths=(0,)), "widths (0,): wanted multiples"),
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
         (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
+        (dict(format="fp4", group=32, scale_dtype="float8_e4m3fn"), "or e4m3 of fp4 in groups of 16"),
+        (dict(format="fp4", group=16, scale_dtype="bfloat16"), "groups of 16: wanted multiples of 32"),
         (dict(dtype="int8"), "results int8: wanted floats"),
         (dict(splits=5), "5 CTAs of a cluster for 4 stages"),
         (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
