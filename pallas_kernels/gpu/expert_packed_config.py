@@ -76,14 +76,13 @@ def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
     if reasons:
         return reasons
     refuse_types(c, reasons)
-    refuse(c.has_factor, "a factor: the kernel has none")
     refuse(c.dtype != c.x_dtype, f"results {c.dtype}: wanted those of the rows, {c.x_dtype}")
     refuse(c.rows <= 0 or c.rows % c.multiple != 0, f"{c.rows} rows: wanted a multiple of {c.multiple}")
     refuse(c.inner <= 0 or c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
     refuse(c.width <= 0 or c.width % c.strip != 0, f"width {c.width}: wanted a multiple of {c.strip}")
     is_swizzled = BITS[c.format] == 8
     refuse(is_swizzled and c.strip % PIECE != 0, f"{c.strip} columns of a CTA: wanted a multiple of {PIECE}")
-    if not c.is_whole and not reasons:
+    if c.scales_sums and not reasons:
         refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
         nested = c.group % c.depth == 0 or c.depth % c.group == 0
         refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")

@@ -27,6 +27,7 @@ from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig, supports
 from pallas_kernels.gpu.expert_product_sm90 import each_item
 from pallas_kernels.gpu.gates import gated
+from pallas_kernels.gpu.packed_codes_sm90 import unit_of_scaled
 from pallas_kernels.gpu.packed_wgmma_config import COLUMNS
 from pallas_kernels.gpu.row_states_sm90 import across_columns
 
@@ -75,7 +76,7 @@ def _cta(c: ExpertPackedConfig, tiles, x, arrays: Sequence, out, smem: dict):
     @when(wg < c.warpgroups)
     def _():
         plgpu.set_max_registers(COMPUTING_REGISTERS[c.warpgroups], action="increase")
-        _compute(c, tiles, out, smem, wg)
+        _compute(c, tiles, [matrix[-1] for matrix in arrays] if c.has_factor else [], out, smem, wg)
 
     @when(wg == c.warpgroups)
     def _():
@@ -100,13 +101,14 @@ def _load(c: ExpertPackedConfig, tiles, x, arrays: Sequence, smem: dict):
     each_item(c, tiles, item)
 
 
-def _compute(c: ExpertPackedConfig, tiles, out, smem: dict, wg):
-    """A warpgroup that multiplies: its 64 columns of all items."""
+def _compute(c: ExpertPackedConfig, tiles, factors: Sequence, out, smem: dict, wg):
+    """A warpgroup that multiplies: its 64 columns of all items. factors: of each matrix, or none."""
     zeros = plgpu.layout_cast(jnp.zeros((COLUMNS, c.tile_rows), jnp.float32), _WGMMA)
     place = lambda step: lax.rem(step, jnp.int32(c.stages))
     of_matrix = [dict(tokens=smem["tokens"], **stages) for stages in smem["matrices"]]
 
-    def item(_, row, column, first, last):
+    def item(expert, row, column, first, last):
+        of_columns = [factor_of_columns(c, factor, expert, column, wg) for factor in factors]
         when(first == 0)(lambda: plgpu.barrier_wait(smem["full"].at[0]))
 
         def chunk(i, carry):
@@ -131,11 +133,34 @@ def _compute(c: ExpertPackedConfig, tiles, out, smem: dict, wg):
         start = (*[zeros] * c.matrices, *[ones] * (c.matrices * c.is_whole))
         found = lax.fori_loop(0, c.chunks, chunk, start)
         sums, scales = found[: c.matrices], found[c.matrices :]
-        if c.is_whole:
-            sums = [y * across_columns(scale, y.shape) for y, scale in zip(sums, scales, strict=True)]
+        for of_each in (scales, of_columns):
+            if of_each:
+                sums = [y * across_columns(each, y.shape) for y, each in zip(sums, of_each, strict=True)]
+        if c.scales_codes:
+            sums = [y * unit_of_scaled(c.scale_dtype, c.element) for y in sums]
         store_pairs(c, out, gated("silu", *sums) if c.matrices == 2 else sums[0], wg, row, column)
 
     each_item(c, tiles, item)
+
+
+def factor_of_columns(c: ExpertPackedConfig, factor, expert, column, wg):
+    """f32 (64,): of the warpgroup's columns, from GMEM [experts, 1, width]."""
+    layout = _WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(ptx.SCALAR,) * 3),
+        return_type=plgpu.ShapeDtypeStruct((COLUMNS,), jnp.float32, layout),
+    )
+    def read(ctx, factor, expert, column, wg):
+        expert, column = map(ptx.scalar_value, (expert, column))
+        column = ptx.add(column, packed.first_column(wg))
+        place = packed_sums.place_of(ptx.pointer(factor, 0), expert, ptx.i32(c.width), column, 4)
+        found = ptx.asm_values("ld.global.nc.v2.f32 {$0, $1}, [$2];", "=f,=f,l", 2, place)
+        fragment = rows.empty_fragment((COLUMNS,), layout)
+        rows.fill(fragment, lambda i: found[i : i + 1])
+        return fragment
+
+    return read(factor, expert, column, wg)
 
 
 def store_pairs(c: ExpertPackedConfig, out, y, wg, row, column):

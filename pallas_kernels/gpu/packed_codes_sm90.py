@@ -78,24 +78,36 @@ def factor(format: str, element: str) -> float:
     return 16.0 if (format, element) == ("int4", "float16") else 1.0
 
 
-def scale_pairs(word, element: str, count: int) -> list:
-    """Of each of the first `count` scales of e4m3 in a word, 2 or 4: what `scaled` codes of fp4 are multiplied by.
+def scale_pairs(dtype: str, words: list, element: str, count: int) -> list:
+    """Of each of the first `count` scales in some words, 2 or 4: what `scaled` codes of fp4 are multiplied by.
 
-    As float16 it is the scale, and the smallest product 2 ** -24. As bfloat16 it is 2 ** 118 times the scale, at most
-    1.75 * 2 ** 126: the bits of e4m3 at the places of bfloat16 are 2 ** -120 times the scale, and no bfloat16 is
-    2 ** 238.
+    Of e4m3 as float16 it is the scale, and the smallest product 2 ** -24. As bfloat16 it is 2 ** 118 times the scale, at
+    most 1.75 * 2 ** 126: the bits of e4m3 at the places of bfloat16 are 2 ** -120 times the scale, and no bfloat16 is
+    2 ** 238. Of bfloat16 it is 2 ** 64 times the scale: scales are to be from 2 ** -60 to 2 ** 63.
     """
+    if dtype == "bfloat16":
+        assert element == "bfloat16"
+        both = [_times(word, 0x5F80, element) for word in words]
+        return _each_twice(both[: count // 2])
+    (word,) = words
     if element == "float16":
         both = ptx.asm_values(decode_word("float8_e4m3fn", element), "=r,=r,r", 2, word, pure=True)
     else:
         both = [_bytes(word, selector) for selector in (0x1100, 0x3322)]
         both = [arith.ori(_both(x, 0x80008000), _both(_shift(x, 4), 0x07F007F0)) for x in both]
         both = [_times(_times(x, 0x7F00, element), 0x7700, element) for x in both]  # 2 ** 127, 2 ** 111
-    return [_bytes(x, selector) for x in both[: count // 2] for selector in (0x1010, 0x3232)]
+    return _each_twice(both[: count // 2])
 
 
-def unit_of_scaled(element: str) -> float:
-    """What fp4 numbers with the scales of `scale_pairs` must be multiplied by."""
+def _each_twice(words: list) -> list:
+    """Each half of each word in both halves of a word."""
+    return [_bytes(word, selector) for word in words for selector in (0x1010, 0x3232)]
+
+
+def unit_of_scaled(dtype: str, element: str) -> float:
+    """What fp4 numbers with the scales of `scale_pairs`, of this dtype, must be multiplied by."""
+    if dtype == "bfloat16":
+        return 2.0**62
     return {"bfloat16": 2.0**8, "float16": 2.0**14}[element]
 
 

@@ -14,7 +14,7 @@ SHARED_BYTES = 224 * 1024  # of a CTA
 COPIES = 4  # pieces of x that a thread copies at a time
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of a scale or a result
-NVFP4 = "fp4", 16, "float8_e4m3fn"  # format, group, dtype of scales
+NVFP4, MXFP4 = ("fp4", 16, "float8_e4m3fn"), ("fp4", 32, "bfloat16")  # format, group, dtype of scales
 MAX_ROWS = {4: 128, 8: 64}
 """By the bits of a code: rows up to which this kernel is faster than XLA's product with the dequantised matrix.
 
@@ -70,8 +70,13 @@ class PackedConfig:
 
     @property
     def scales_codes(self) -> bool:
-        """Are codes multiplied by their scales, and the products by x? Those of NVFP4 are exact in 16 bits."""
-        return (self.format, self.group, self.scale_dtype) == NVFP4
+        """Are codes multiplied by their scales, and the products by x?
+
+        Those of NVFP4 are exact in 16 bits, and in bfloat16 those of MXFP4, whose scales are powers of two: see
+        packed_codes_sm90.scale_pairs. Other bfloat16 scales of such groups give numbers that are rounded to bfloat16.
+        """
+        form = self.format, self.group, self.scale_dtype
+        return form == NVFP4 or (form == MXFP4 and self.x_dtype == "bfloat16" and not self.is_whole)
 
     @property
     def scales_sums(self) -> bool:

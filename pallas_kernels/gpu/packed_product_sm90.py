@@ -203,7 +203,7 @@ class _Places:
 def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
     size, scale = (4 if BITS[cfg.format] == 4 else 1), ITEM_BYTES[cfg.scale_dtype]
     row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
-    group = arith.shrui(t, ptx.i32(1)) if cfg.scales_codes else ptx.i32(0)
+    group = arith.shrui(t, ptx.i32(1)) if cfg.scales_codes and cfg.group == 16 else ptx.i32(0)
     return _Places(
         values=place_of(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
         scales=place_of(here.scales, group, here.width, column, scale), scale_row=ptx.mul(here.width, scale),
@@ -217,7 +217,7 @@ def _rows_on(start, row, row_bytes):
 
 
 def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> tuple[list, list, list]:
-    """(codes of each block, words of scales of each run, or a word of each block; words of zero points of each run)"""
+    """(codes of each block, words of scales of each run, or of each block; words of zero points of each run)"""
     is_four = BITS[cfg.format] == 4
     rows, own, words = (4, 1, 4) if is_four else (BLOCK, 8, cfg.columns // 4)  # of a block; of the thread; of a row
     first = ptx.mul(chunk, cfg.unroll * rows)
@@ -226,9 +226,10 @@ def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> 
     loaded = _divided(load_words(starts, words, is_used, cached=False), words)
     values, scales, zeros = loaded if is_four else _divided(loaded, 8), [], []
     if cfg.scales_codes:
-        group = ptx.mul(chunk, 2 * cfg.unroll)
-        starts = [_rows_on(places.scales, ptx.add(group, ptx.i32(2 * b)), places.scale_row) for b in range(cfg.unroll)]
-        scales = load_words(starts, 1, is_used)
+        each, size = BLOCK // cfg.group, cfg.columns * ITEM_BYTES[cfg.scale_dtype] // 4  # groups and words of a block
+        groups = [ptx.add(ptx.mul(chunk, each * cfg.unroll), ptx.i32(each * b)) for b in range(cfg.unroll)]
+        starts = [_rows_on(places.scales, group, places.scale_row) for group in groups]
+        scales = _divided(load_words(starts, size, is_used), size)
     for b in range(0, cfg.unroll, cfg.run):
         group = _group(cfg, chunk, b)
         if cfg.scales_sums:
@@ -312,9 +313,10 @@ def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
 
 
 def _pairs(cfg: PackedProductConfig, words, scales) -> list:
-    """[column of the thread][4] pairs of a block's 8 inputs. scales: a word of those by which codes are multiplied."""
+    """[column of the thread][4] pairs of a block's 8 inputs. scales: words of those by which codes are multiplied."""
     if BITS[cfg.format] == 4:
-        of_columns = codes.scale_pairs(scales, cfg.element, cfg.columns) if cfg.scales_codes else [None] * cfg.columns
+        scale_pairs = functools.partial(codes.scale_pairs, cfg.scale_dtype, scales, cfg.element, cfg.columns)
+        of_columns = scale_pairs() if cfg.scales_codes else [None] * cfg.columns
         decode = functools.partial(codes.pairs_of_word, cfg.format, element=cfg.element)
         return [decode(word, scale=scale) for word, scale in zip(words, of_columns, strict=True)]
     rows_of = lambda j, i: (words[2 * j][i // 4], words[2 * j + 1][i // 4], i % 4)

@@ -186,7 +186,7 @@ def _column(cfg, here: Results, number) -> _Column:
     load = lambda start, dtype: _of_column(here, start, dtype, column, ptx.bool_to_i32(is_used))
     multipliers = [load(here.scales, cfg.scale_dtype)] if cfg.is_whole else []
     multipliers += [load(here.factor, "float32")] if cfg.has_factor else []
-    multipliers += [ptx.f32(unit_of_scaled(cfg.element))] if cfg.scales_codes else []
+    multipliers += [ptx.f32(unit_of_scaled(cfg.scale_dtype, cfg.element))] if cfg.scales_codes else []
     return _Column(row, of_strip, column, is_used, multipliers)
 
 

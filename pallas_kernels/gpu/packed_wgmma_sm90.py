@@ -9,7 +9,7 @@ stage, a part of shared memory. The stages are a ring: as many chunks are on the
 turns the codes of its 64 columns into the dtype of x in registers, in which they are exact: the first operand of
 wgmma. While one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4,
 t = lane % 4) has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in
-float32 at the end of each group; codes of NVFP4 are multiplied by their scales instead, and sums stay in registers.
+float32 at the end of each group; codes of NVFP4 and MXFP4 are multiplied by their scales instead, and sums stay in registers.
 A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the registers for it: codes are then
 decoded once for twice as many rows.
 
@@ -260,10 +260,11 @@ def _words_of_4_bits(cfg: StagedConfig, values, column, span: int, scales=None):
 
 def _scales_of_codes(cfg: StagedConfig, scales, column, span: int) -> list:
     """[group of the span][column of the thread]: what codes are multiplied by. scales: of a stage, in SMEM."""
-    place, groups = ptx.add(ptx.pointer(scales, 3), column), cfg.span // cfg.group
-    text = "ld.shared.u16 $0, [$1+{}];"
-    load = lambda group: ptx.asm_value(text.format(cfg.strip * (span * groups + group)), "=r,r", place)
-    return [codes.scale_pairs(load(group), cfg.element, 2) for group in range(groups)]
+    size, groups = ITEM_BYTES[cfg.scale_dtype], cfg.span // cfg.group
+    place, kind = ptx.add(ptx.pointer(scales, 3), ptx.mul(column, size)), {1: "u16", 2: "b32"}[size]
+    text = f"ld.shared.{kind} $0, [$1+{{}}];"
+    load = lambda group: ptx.asm_value(text.format(size * cfg.strip * (span * groups + group)), "=r,r", place)
+    return [codes.scale_pairs(cfg.scale_dtype, [load(group)], cfg.element, 2) for group in range(groups)]
 
 
 def _words_of_8_bits(cfg: StagedConfig, values, column, span: int):

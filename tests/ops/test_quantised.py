@@ -44,6 +44,8 @@ def drawn(
         "int4": lambda: codes.astype(int) - 8, "fp4": lambda: np.array(FP4)[codes],
     }[format]().astype(np.float64)  # fmt: skip
     scale = (rng.uniform(0.5, 1.5, (inputs // group, outputs)) / np.abs(numbers).max()).astype(scales)
+    if (format, group, np.dtype(scales).name) == ("fp4", 32, "bfloat16"):  # MXFP4
+        scale = (2.0 ** rng.integers(-4, 2, scale.shape)).astype(scales)
     if scales == "float8_e4m3fn":  # any but the two NaN
         bits = rng.integers(0, 256, scale.shape).astype(np.uint8)
         scale = np.where(bits & 0x7F == 0x7F, 0, bits).astype(np.uint8).view(ml_dtypes.float8_e4m3fn)

@@ -474,7 +474,7 @@ def _decoded_columns(closure, values, wg, *others):
     numbers = numbers.astype(np.float32) - (others[0].astype(np.float32)[columns] if cfg.zero_rows else 0)
     if cfg.scales_codes:
         scales = np.repeat(others[-1].astype(np.float32)[first // cfg.group :], cfg.group, axis=0)[: cfg.span]
-        numbers = numbers * scales[:, columns] / unit_of_scaled(cfg.element)
+        numbers = numbers * scales[:, columns] / unit_of_scaled(cfg.scale_dtype, cfg.element)
     exact = numbers.T.astype(jax.numpy.dtype(cfg.element))
     assert (exact.astype(np.float32) == numbers.T).all()
     return (exact,)
@@ -499,7 +499,11 @@ def _store_results(closure, memory, total, wg, strip, tile, split, *gmem):
     sums = sums[: part.shape[0], : part.shape[1]]
     own = lambda of_columns: of_columns[0, column : column + cfg.strip].astype(np.float32)
     sums = sums * (own(scales) if cfg.is_whole else 1) * (own(factor) if cfg.has_factor else 1)
-    part[...] = (sums * (unit_of_scaled(cfg.element) if cfg.scales_codes else 1)).astype(out.dtype)
+    part[...] = (sums * (unit_of_scaled(cfg.scale_dtype, cfg.element) if cfg.scales_codes else 1)).astype(out.dtype)
+
+
+def _factor_of_columns(closure, factor, expert, column, wg):
+    return (factor[int(expert), 0, int(column) + 64 * int(wg) + _columns_of_rows()],)
 
 
 def _store_pairs(closure, out, y, wg, row, column):
@@ -513,6 +517,7 @@ PTX = _OF_OTHER_FILES | {
     "scales_of_columns": lambda closure, scales, wg: (scales.astype(np.float32)[64 * int(wg) + _columns_of_rows()],),
     "store_results": _store_results,
     "store_pairs": _store_pairs,
+    "factor_of_columns": _factor_of_columns,
     "pool_rows": _pool_rows,
     "put_rows": _put_rows,
     "row_maxima": lambda closure, x: (np.maximum(x.max(axis=1), np.float32(-3e38)),),

@@ -34,6 +34,7 @@ FORMS = {
     "AWQ": dict(format="int4", group=128, scale_dtype="float16", has_zeros=True),
     "int4 of 32": dict(format="int4", group=32, scale_dtype="bfloat16"),
     "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16"),
+    "NVFP4": dict(format="fp4", group=16, scale_dtype="float8_e4m3fn", has_factor=True),
     "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32"),
     "int8": dict(format="int8", group=0, scale_dtype="float32"),
     "fp8 of outputs": dict(format="fp8", group=0, scale_dtype="bfloat16"),
@@ -50,12 +51,13 @@ def case(form: str, multiple: int, warpgroups: int, matrices: int, inner: int, w
         experts=len(sizes), multiple=multiple, warpgroups=warpgroups, ctas=3, dtype="bfloat16", **form, **fields,
     )  # fmt: skip
     rng, zeros = np.random.default_rng(multiple), config.has_zeros
+    how = dict(scales=config.scale_dtype, factor=config.has_factor)
     x = rng.standard_normal((config.rows, inner))
     x[padded.sum() :] = np.nan  # rows of no tile
     flat, numbers = [], []
     for m in range(matrices):
         each = [
-            drawn(form["format"], inner, width, config.group, seed=10 * m + e, zeros=zeros, scales=form["scale_dtype"])
+            drawn(form["format"], inner, width, config.group, seed=10 * m + e, zeros=zeros, **how)
             for e in range(len(sizes))
         ]
         stacked = [[getattr(w, n) for w, _ in each] for n in ("values", "scales", "zero_points", "factor")]
@@ -73,7 +75,7 @@ def case(form: str, multiple: int, warpgroups: int, matrices: int, inner: int, w
     [
         ("int4", 8, 2, 1, 256, 256), ("AWQ", 16, 2, 2, 256, 128), ("int4 of 32", 64, 1, 1, 192, 128, 64),
         ("MXFP4", 32, 3, 2, 192, 192, 64), ("fp8 blocks", 8, 4, 2, 256, 256), ("fp8 blocks", 128, 2, 1, 256, 128),
-        ("int8", 64, 2, 1, 256, 128), ("fp8 of outputs", 16, 2, 2, 256, 128),
+        ("NVFP4", 8, 2, 2, 256, 256), ("NVFP4", 128, 1, 1, 192, 128, 64), ("int8", 64, 2, 1, 256, 128), ("fp8 of outputs", 16, 2, 2, 256, 128),
     ],
 )  # fmt: skip
 def test_is_the_product_of_each_row_and_its_expert(shape):

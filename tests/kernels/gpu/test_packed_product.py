@@ -177,7 +177,7 @@ MUTANTS = {
             here, start, dtype, column ^ 1, is_used
         ),
     ),
-    "another unit": (packed_sums, "unit_of_scaled", lambda real: lambda element: 1.0),
+    "another unit": (packed_sums, "unit_of_scaled", lambda real: lambda dtype, element: 1.0),
 }  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def test_a_code_of_fp4_times_its_scale_is_exact(element):
     with emulated(kernel, machine), mock.patch.multiple(codes, arith=Arith, decode_word=decode_word):
         for count in (2, 4):
             for place in range(count):
-                scale = codes.scale_pairs(bits << np.uint32(8 * place), element, count)[place]
+                scale = codes.scale_pairs("float8_e4m3fn", [bits << np.uint32(8 * place)], element, count)[place]
                 words = [code << np.uint32(4 * p) for p in PLACES]
                 pairs = [codes.pairs_of_word("fp4", word, element, scale=scale) for word in words]
                 t = lambda i: np.full(len(code), i // 2, np.int32)
@@ -268,7 +268,21 @@ def test_a_code_of_fp4_times_its_scale_is_exact(element):
                     of_one = codes.pair_of_word("fp4", word, t(i), element, scale=scale)
                     for pair in (pairs[i][i // 2], of_one):
                         seen = np.ascontiguousarray(pair).view(element).reshape(-1, 2)[:, i % 2].astype(float)
-                        np.testing.assert_array_equal(seen * codes.unit_of_scaled(element), exact)
+                        np.testing.assert_array_equal(seen * codes.unit_of_scaled("float8_e4m3fn", element), exact)
+
+
+def test_a_code_of_fp4_times_a_power_of_two_is_exact():
+    """As bfloat16, from 2 ** -60 to 2 ** 63, at each place of two words."""
+    code, exponent = (x.ravel() for x in np.meshgrid(np.arange(16, dtype=np.uint32), np.arange(-60, 64)))
+    exact, bits = np.array(FP4)[code] * 2.0**exponent, (exponent + 127).astype(np.uint32) << np.uint32(7)
+    with emulated(kernel, Machine(len(code), 16)), mock.patch.object(codes, "arith", Arith):
+        for place in range(4):
+            words = [bits << np.uint32(16 * (place % 2)) if place // 2 == w else np.zeros_like(bits) for w in range(2)]
+            scale = codes.scale_pairs("bfloat16", words, "bfloat16", 4)[place]
+            for i, p in enumerate(PLACES):
+                pair = codes.pairs_of_word("fp4", code << np.uint32(4 * p), "bfloat16", scale=scale)[i // 2]
+                seen = np.ascontiguousarray(pair).view(ml_dtypes.bfloat16).reshape(-1, 2)[:, i % 2].astype(float)
+                np.testing.assert_array_equal(seen * codes.unit_of_scaled("bfloat16", "bfloat16"), exact)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -137,7 +137,11 @@ def test_every_thread_decodes_its_columns(name):
             zeros = at(stage.nbytes) if config.zero_rows else None
             found = kernel.decoded_columns(config, at(0), zeros, span, wg.astype(np.int32), scales)
         scale = np.asarray(weight.scales, np.float64)[group]
-        scale = np.full_like(scale, codes.unit_of_scaled(config.element)) if config.scales_codes else scale
+        scale = (
+            np.full_like(scale, codes.unit_of_scaled(config.scale_dtype, config.element))
+            if config.scales_codes
+            else scale
+        )
         places = rows.pair_places(Fragment((64, config.span), kernel._WGMMA))
         for (second, place), word in zip(places, found.registers.flat, strict=True):
             pair = np.ascontiguousarray(word).view(config.element).reshape(-1, 2)
@@ -216,7 +220,7 @@ def test_every_thread_adds_up_and_stores(splits, name, rows_of_x):
         wanted = wanted.reshape(config.tiles * config.tile_rows, -1)[:rows_of_x, :width]
         wanted = wanted * (scales[i].astype(np.float32) if config.is_whole else 1)
         wanted = wanted * (factors[i] if config.has_factor else 1)
-        unit = codes.unit_of_scaled(config.element) if config.scales_codes else 1
+        unit = codes.unit_of_scaled(config.scale_dtype, config.element) if config.scales_codes else 1
         np.testing.assert_allclose(y, wanted * unit, rtol=1e-6)
 
 
