@@ -78,34 +78,52 @@ def factor(format: str, element: str) -> float:
     return 16.0 if (format, element) == ("int4", "float16") else 1.0
 
 
-def scale_pairs(dtype: str, words: list, element: str, count: int) -> list:
-    """Of each of the first `count` scales in some words, 2 or 4: what `scaled` codes of fp4 are multiplied by.
+def scale_pairs(dtype: str, words: list, element: str) -> list:
+    """Of each of the four scales of this dtype in one or two words: what codes of fp4 are multiplied by.
 
-    Of e4m3 as float16 it is the scale, and the smallest product 2 ** -24. As bfloat16 it is 2 ** 118 times the scale, at
-    most 1.75 * 2 ** 126: the bits of e4m3 at the places of bfloat16 are 2 ** -120 times the scale, and no bfloat16 is
-    2 ** 238. Of bfloat16 it is 2 ** 64 times the scale: scales are to be from 2 ** -60 to 2 ** 63.
+    See `unit_of_scaled`.
     """
     if dtype == "bfloat16":
-        assert element == "bfloat16"
-        both = [_times(word, 0x5F80, element) for word in words]
-        return _each_twice(both[: count // 2])
+        return [pair for word in words for pair in each_twice(two_scales(dtype, word, element))]
     (word,) = words
     if element == "float16":
-        both = ptx.asm_values(decode_word("float8_e4m3fn", element), "=r,=r,r", 2, word, pure=True)
-    else:
-        both = [_bytes(word, selector) for selector in (0x1100, 0x3322)]
-        both = [arith.ori(_both(x, 0x80008000), _both(_shift(x, 4), 0x07F007F0)) for x in both]
-        both = [_times(_times(x, 0x7F00, element), 0x7700, element) for x in both]  # 2 ** 127, 2 ** 111
-    return _each_twice(both[: count // 2])
+        first, second = ptx.asm_values(decode_word(dtype, element), "=r,=r,r", 2, word, pure=True)
+        return [*each_twice(first), *each_twice(second)]
+    even, odd = (each_twice(_bfloat16_of_scales(upper)) for upper in (_shift(word, -8), word))
+    return [even[0], odd[0], even[1], odd[1]]
 
 
-def _each_twice(words: list) -> list:
-    """Each half of each word in both halves of a word."""
-    return [_bytes(word, selector) for word in words for selector in (0x1010, 0x3232)]
+def two_scales(dtype: str, word, element: str):
+    """The two scales in a word, of e4m3 in its lower half, as those that `scale_pairs` has twice."""
+    if dtype == "bfloat16":
+        assert element == "bfloat16"
+        return _times(word, 0x5F80, element)  # 2 ** 64
+    if element == "float16":
+        return ptx.asm_values(decode_word(dtype, element), "=r,=r,r", 2, word, pure=True)[0]
+    return _bfloat16_of_scales(_bytes(word, 0x1100))
+
+
+def _bfloat16_of_scales(word):
+    """2 ** 118 times each of the scales of e4m3 in the upper bytes of both halves; at most 1.75 * 2 ** 126.
+
+    Their bits at the places of bfloat16 are 2 ** -120 times the scale. No bfloat16 is 2 ** 238, so it takes two steps.
+    """
+    moved = arith.ori(_both(word, 0x80008000), _both(_shift(word, 4), 0x07F007F0))
+    return _times(_times(moved, 0x7F00, "bfloat16"), 0x7700, "bfloat16")  # 2 ** 127, 2 ** 111
+
+
+def each_twice(word) -> list:
+    """Each half of a word in both halves. Multiplications take it from the word itself, which they do not from prmt."""
+    text = "{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; mov.b32 $0, {{{0}, {0}}}; }}"
+    return [ptx.asm_value(text.format(half), "=r,r", word, pure=True) for half in "lh"]
 
 
 def unit_of_scaled(dtype: str, element: str) -> float:
-    """What fp4 numbers with the scales of `scale_pairs`, of this dtype, must be multiplied by."""
+    """What the products of fp4 codes and such scales, of this dtype, must be multiplied by.
+
+    All products with scales of e4m3 are exact: as float16 a scale is itself, and the smallest product 2 ** -24. Of
+    bfloat16, those with powers of two from 2 ** -60 to 2 ** 63 are.
+    """
     if dtype == "bfloat16":
         return 2.0**62
     return {"bfloat16": 2.0**8, "float16": 2.0**14}[element]

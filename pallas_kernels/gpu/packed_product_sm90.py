@@ -315,7 +315,7 @@ def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
 def _pairs(cfg: PackedProductConfig, words, scales) -> list:
     """[column of the thread][4] pairs of a block's 8 inputs. scales: words of those by which codes are multiplied."""
     if BITS[cfg.format] == 4:
-        scale_pairs = functools.partial(codes.scale_pairs, cfg.scale_dtype, scales, cfg.element, cfg.columns)
+        scale_pairs = functools.partial(codes.scale_pairs, cfg.scale_dtype, scales, cfg.element)
         of_columns = scale_pairs() if cfg.scales_codes else [None] * cfg.columns
         decode = functools.partial(codes.pairs_of_word, cfg.format, element=cfg.element)
         return [decode(word, scale=scale) for word, scale in zip(words, of_columns, strict=True)]

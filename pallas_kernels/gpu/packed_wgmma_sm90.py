@@ -9,9 +9,9 @@ stage, a part of shared memory. The stages are a ring: as many chunks are on the
 turns the codes of its 64 columns into the dtype of x in registers, in which they are exact: the first operand of
 wgmma. While one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4,
 t = lane % 4) has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in
-float32 at the end of each group; codes of NVFP4 and MXFP4 are multiplied by their scales instead, and sums stay in registers.
-A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the registers for it: codes are then
-decoded once for twice as many rows.
+float32 at the end of each group; codes of NVFP4 and MXFP4 are multiplied by their scales instead, and sums stay in
+registers. A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the registers for it:
+codes are then decoded once for twice as many rows.
 
 Warpgroup w starts the copies to the stages w, w + warpgroups and so on. It refills a stage one step after all
 warpgroups have read it, so that it rarely waits. CTAs of a cluster share the inner dimension (packed_sums_sm90.py).
@@ -259,12 +259,20 @@ def _words_of_4_bits(cfg: StagedConfig, values, column, span: int, scales=None):
 
 
 def _scales_of_codes(cfg: StagedConfig, scales, column, span: int) -> list:
-    """[group of the span][column of the thread]: what codes are multiplied by. scales: of a stage, in SMEM."""
-    size, groups = ITEM_BYTES[cfg.scale_dtype], cfg.span // cfg.group
-    place, kind = ptx.add(ptx.pointer(scales, 3), ptx.mul(column, size)), {1: "u16", 2: "b32"}[size]
-    text = f"ld.shared.{kind} $0, [$1+{{}}];"
-    load = lambda group: ptx.asm_value(text.format(size * cfg.strip * (span * groups + group)), "=r,r", place)
-    return [codes.scale_pairs(cfg.scale_dtype, [load(group)], cfg.element, 2) for group in range(groups)]
+    """[group of the span][column of the thread]: what codes are multiplied by. scales: of a stage, in SMEM.
+
+    Of four groups the four threads of a column have one each, and the others from one another.
+    """
+    size, groups, t = ITEM_BYTES[cfg.scale_dtype], cfg.span // cfg.group, ptx.lane_position()[1]
+    place, row = ptx.add(ptx.pointer(scales, 3), ptx.mul(column, size)), size * cfg.strip
+    text, first = f"ld.shared.{'u16' if size == 1 else 'b32'} $0, [$1+{{}}];", row * span * groups
+    load = lambda place, offset: ptx.asm_value(text.format(first + offset), "=r,r", place)
+    two = functools.partial(codes.two_scales, cfg.scale_dtype, element=cfg.element)
+    if groups != 4:
+        return [codes.each_twice(two(word=load(place, row * group))) for group in range(groups)]
+    own = two(word=load(ptx.add(place, ptx.mul(t, row)), 0))
+    of_thread = lambda t: ptx.asm_value(f"shfl.sync.idx.b32 $0, $1, {t}, 0x1c1f, -1;", "=r,r", own)
+    return [codes.each_twice(of_thread(group)) for group in range(groups)]
 
 
 def _words_of_8_bits(cfg: StagedConfig, values, column, span: int):

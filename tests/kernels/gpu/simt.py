@@ -251,6 +251,8 @@ class Machine:
             tile = x[0].view(np.uint16).reshape(-1, 8, 8)
             return [np.ascontiguousarray(tile.transpose(0, 2, 1)).reshape(-1).view(np.uint32)]
         if kind[0] == "shfl":
+            if "idx" in kind and "0x1c1f" in rest:  # of the four lanes
+                return [x[0][self.lane // 4 * 4 + int(rest.split(",")[2])]]
             if "idx" in kind:
                 return [x[0][self.lane // 32 * 32 + x[1]]]
             if "up" in kind:  # a lane without another before it keeps its own
@@ -328,6 +330,9 @@ def emulated(module, machine: Machine):
             top = top.view(ml_dtypes.bfloat16 if "shl.b32" in text else np.float16).astype(np.float32)
             factor, least = (np.uint32(int(x, 16)).view(np.float32) for x in re.findall("0f([0-9A-F]{8})", text))
             return [np.maximum(top * factor, least)]
+        if "mov.b32 {l, h}" in text:  # a half twice
+            halves = np.ascontiguousarray(args[0]).view(np.uint16).reshape(-1, 2)
+            return [np.repeat(halves[:, int("{h, h}" in text)], 2).view(np.uint32)]
         if "cvt.f32.f16" in text:
             return [args[0].view(np.float16).reshape(-1, 2)[:, int("h1;" in text)].astype(np.float32)]
         if "e4m3x2.f32 h" in text:  # four f32 -> a word

@@ -1,6 +1,7 @@
 """The product with packed matrices: every thread on the PTX model against numpy in float64, and what is served."""
 
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -258,17 +259,18 @@ def test_a_code_of_fp4_times_its_scale_is_exact(element):
     machine = Machine(len(code), 16)
     decode_word = lambda source, target: f"decode {source} {target}"
     with emulated(kernel, machine), mock.patch.multiple(codes, arith=Arith, decode_word=decode_word):
-        for count in (2, 4):
-            for place in range(count):
-                scale = codes.scale_pairs("float8_e4m3fn", [bits << np.uint32(8 * place)], element, count)[place]
-                words = [code << np.uint32(4 * p) for p in PLACES]
-                pairs = [codes.pairs_of_word("fp4", word, element, scale=scale) for word in words]
-                t = lambda i: np.full(len(code), i // 2, np.int32)
-                for i, word in enumerate(words):
-                    of_one = codes.pair_of_word("fp4", word, t(i), element, scale=scale)
-                    for pair in (pairs[i][i // 2], of_one):
-                        seen = np.ascontiguousarray(pair).view(element).reshape(-1, 2)[:, i % 2].astype(float)
-                        np.testing.assert_array_equal(seen * codes.unit_of_scaled("float8_e4m3fn", element), exact)
+        scales = functools.partial(codes.scale_pairs, "float8_e4m3fn", element=element)
+        two_scales = functools.partial(codes.two_scales, "float8_e4m3fn", element=element)
+        of_four = [scales(words=[bits << np.uint32(8 * place)])[place] for place in range(4)]
+        of_two = [codes.each_twice(two_scales(word=bits << np.uint32(8 * i)))[i] for i in range(2)]
+        for i, place in enumerate(PLACES):
+            word = code << np.uint32(4 * place)
+            pairs = [codes.pairs_of_word("fp4", word, element, scale=scale)[i // 2] for scale in of_four]
+            t = np.full(len(code), i // 2, np.int32)
+            pairs += [codes.pair_of_word("fp4", word, t, element, scale=scale) for scale in of_two]
+            for pair in pairs:
+                seen = np.ascontiguousarray(pair).view(element).reshape(-1, 2)[:, i % 2].astype(float)
+                np.testing.assert_array_equal(seen * codes.unit_of_scaled("float8_e4m3fn", element), exact)
 
 
 def test_a_code_of_fp4_times_a_power_of_two_is_exact():
@@ -276,11 +278,11 @@ def test_a_code_of_fp4_times_a_power_of_two_is_exact():
     code, exponent = (x.ravel() for x in np.meshgrid(np.arange(16, dtype=np.uint32), np.arange(-60, 64)))
     exact, bits = np.array(FP4)[code] * 2.0**exponent, (exponent + 127).astype(np.uint32) << np.uint32(7)
     with emulated(kernel, Machine(len(code), 16)), mock.patch.object(codes, "arith", Arith):
-        for place in range(4):
-            words = [bits << np.uint32(16 * (place % 2)) if place // 2 == w else np.zeros_like(bits) for w in range(2)]
-            scale = codes.scale_pairs("bfloat16", words, "bfloat16", 4)[place]
-            for i, p in enumerate(PLACES):
-                pair = codes.pairs_of_word("fp4", code << np.uint32(4 * p), "bfloat16", scale=scale)[i // 2]
+        for at in range(4):
+            words = [bits << np.uint32(16 * (at % 2)) if at // 2 == w else np.zeros_like(bits) for w in range(2)]
+            scale = codes.scale_pairs("bfloat16", words, "bfloat16")[at]
+            for i, place in enumerate(PLACES):
+                pair = codes.pairs_of_word("fp4", code << np.uint32(4 * place), "bfloat16", scale=scale)[i // 2]
                 seen = np.ascontiguousarray(pair).view(ml_dtypes.bfloat16).reshape(-1, 2)[:, i % 2].astype(float)
                 np.testing.assert_array_equal(seen * codes.unit_of_scaled("bfloat16", "bfloat16"), exact)
 
