@@ -11,7 +11,7 @@ import pytest
 from jattn.device import Chip
 from jattn.ops import product as product_ops
 from jattn.ops.product import gated_product, product, products
-from jattn.ops.quantised import QuantisedArray, packed, quantise
+from jattn.ops.quantised import QuantisedArray, packed, plain, quantise
 from pallas_kernels.cpu.native import library
 
 FP4 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
@@ -75,6 +75,36 @@ def test_the_numbers_of_the_codes(format, zeros, axis):
     assert weight.dequantise().dtype == "float32" and weight.dequantise("bfloat16").dtype == jnp.bfloat16
     np.testing.assert_allclose(weight.dequantise(), wanted, rtol=1e-6, atol=1e-7)
     np.testing.assert_array_equal(weight.with_groups_of(16).dequantise(), weight.dequantise())
+
+
+@pytest.mark.parametrize("format", ["int4", "fp4"])
+def test_codes_of_4_bits_need_no_table(format):
+    weight = drawn(format, 64, 5, 32)[0]
+    assert "gather" not in str(jax.make_jaxpr(lambda weight: weight.dequantise())(weight))
+
+
+@pytest.mark.parametrize("lead", [(), (3,)], ids=str)
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_on_a_gpu_a_matrix_is_dequantised_in_parts_to_the_same_bits(format, zeros, lead, monkeypatch):
+    monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_80"))
+    one = drawn(format, 96, 12, 24, zeros=zeros, scales="bfloat16")[0]
+    weight = jax.tree.map(lambda x: jnp.broadcast_to(x, (*lead, *x.shape)) if lead else x, one)
+    for dtype in ("float32", "bfloat16"):
+        found = jax.jit(plain, static_argnums=1)(weight, dtype)
+        assert found.dtype == dtype and found.shape == (*lead, 96, 12)
+        wanted = np.asarray(weight.dequantise(dtype))
+        np.testing.assert_array_equal(np.asarray(found).view(np.uint8), wanted.view(np.uint8))
+    joined = lambda weight: "concatenate" in str(jax.make_jaxpr(plain)(weight))
+    assert joined(weight) and not joined(drawn(format, 96, 12, 12 if format in ("int4", "fp4") else 6)[0])
+    assert not joined(drawn(format, 96, 12, 24, axis=-1)[0])
+    scales = jax.grad(lambda scales: (plain(dataclasses.replace(weight, scales=scales), "float32") ** 2).sum())
+    of_dequantise = lambda scales: (dataclasses.replace(weight, scales=scales).dequantise("float32") ** 2).sum()
+    given = weight.scales.astype(jnp.float32)
+    np.testing.assert_allclose(scales(given), jax.grad(of_dequantise)(given), rtol=1e-5)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        assert not joined(weight)  # a group may be divided
 
 
 def test_eight_codes_are_one_word_with_even_inputs_in_its_lower_half():

@@ -1,0 +1,9 @@
+"""Does XLA's partitioner divide a function? Then custom calls, and cuts across a divided axis, must be avoided."""
+
+import jax
+
+
+def is_partitioned() -> bool:
+    """Will XLA's partitioner divide what is traced now? In shard_map it will not: the axes of the mesh are Manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes + mesh.explicit_axes)
