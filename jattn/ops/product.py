@@ -16,6 +16,7 @@ import numpy as np
 from jattn import device
 from jattn.ops import many_rows
 from jattn.ops.many_rows import GATES
+from jattn.ops.partitioner import is_partitioned
 from jattn.ops.quantised import FORMATS, QuantisedArray, is_quantised, plain
 from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import packed_product_config, packed_product_sm90, packed_wgmma_config, packed_wgmma_sm90
@@ -45,6 +46,7 @@ def products(x: jax.Array, kernels: Sequence[Kernel], *, transposed: bool = Fals
     dtype, axis = jnp.dtype(dtype), -1 if transposed else -2
     usable = lambda kernel: not isinstance(kernel, QuantisedArray) or kernel.axis == axis
     kernels = tuple(kernel if usable(kernel) else plain(kernel, x.dtype) for kernel in kernels)
+    kernels = _packed_or_plain(x, kernels, dtype)
     if len({_form(kernel) for kernel in kernels}) > 1:
         return tuple(product(x, kernel, transposed=transposed, dtype=dtype) for kernel in kernels)
     in_one_launch = not transposed and dtype == x.dtype and not is_partitioned()
@@ -68,10 +70,12 @@ def _choose(x: jax.Array, kernels: Kernels, dtype: Any) -> Implementation:
     return next(way for way in able if way.supports(platform, x, kernels, dtype))
 
 
-def is_partitioned() -> bool:
-    """Will XLA's partitioner divide what is traced now? In shard_map it will not: the axes of the mesh are Manual."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes + mesh.explicit_axes)
+def _packed_or_plain(x: jax.Array, kernels: Kernels, dtype: Any) -> Kernels:
+    """On a GPU, quantised matrices that no kernel takes packed are dequantised, and then go the way of plain ones."""
+    if device.detect().platform != "gpu":
+        return kernels
+    is_packed = lambda kernel: isinstance(kernel, QuantisedArray) and _choose(x, (kernel,), dtype).name != "dot"
+    return tuple(kernel if is_packed(kernel) else plain(kernel, x.dtype) for kernel in kernels)
 
 
 def varying_as(y: jax.Array, operands: Any) -> jax.Array:
@@ -92,6 +96,7 @@ def gated_product(x: jax.Array, gate: Kernel, up: Kernel, activation: str = "sil
 
     activation: one of GATES.
     """
+    gate, up = _packed_or_plain(x, (gate, up), x.dtype)
     if not is_partitioned() and many_rows.config_of(x, (gate, up), together=True) is not None:
         return many_rows.gated(x, gate, up, activation)
     compute = _choose(x, (gate, up), x.dtype).silu

@@ -1,5 +1,6 @@
 """Products of many rows in one launch: its tiles for many shapes, who takes it, derivatives, and that it lowers."""
 
+import dataclasses
 import functools
 import types
 
@@ -15,6 +16,7 @@ from jattn.ops import many_rows, product
 from pallas_kernels.gpu import gates
 from pallas_kernels.gpu import many_rows_sm90 as kernel
 from pallas_kernels.gpu.many_rows_config import DEPTH, ROWS, STAGES, ManyRowsConfig, choose
+from tests.ops.test_quantised import drawn
 from tests.oracle.gates import activated
 
 INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
@@ -117,6 +119,37 @@ def test_products_take_it_for_several_weights(monkeypatch):
     product.products(x, weights[:1], dtype=x.dtype)
     product.products(x, [w.T for w in weights], transposed=True, dtype=x.dtype)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4", "fp4"])
+def test_quantised_weights_of_more_rows_than_a_packed_kernel_takes_are_dequantised_for_it(format, monkeypatch):
+    calls = on_hopper(monkeypatch)
+    monkeypatch.setattr(product.device, "detect", lambda: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(product.device, "processors", lambda: 132)
+    weights = [drawn(format, 256, 128, 64, seed=seed)[0] for seed in (1, 2)]
+    x = arrays(300, 256, 64)[0]
+    matrices = [weight.dequantise("bfloat16") for weight in weights]
+    for found, wanted in zip(
+        (*product.products(x, weights, dtype=x.dtype), product.gated_product(x, *weights)),
+        (*product.products(x, matrices, dtype=x.dtype), product.gated_product(x, *matrices)), strict=True,
+    ):  # fmt: skip
+        np.testing.assert_array_equal(found, wanted)
+    assert calls == [(300, 256)] * 4
+    chosen = product._choose(x[:256], tuple(weights), x.dtype).name
+    assert chosen == "gpu_packed" and product._packed_or_plain(x[:256], tuple(weights), x.dtype) == tuple(weights)
+
+    def total(product_of, scales, x):
+        each = [dataclasses.replace(weight, scales=scale) for weight, scale in zip(weights, scales, strict=True)]
+        return (product_of(x, each).astype(jnp.float32) ** 2).sum()
+
+    scales = [weight.scales for weight in weights]
+    by_launch = lambda x, each: product.gated_product(x, *each)
+    in_float32 = lambda x, each: exactly("silu", x.astype(jnp.float32), *(w.dequantise("float32") for w in each))
+    for found, wanted in zip(
+        *(jax.tree.leaves(jax.grad(total, (1, 2))(way, scales, x)) for way in (by_launch, in_float32)), strict=True
+    ):
+        error = jnp.linalg.norm((found - wanted).astype(jnp.float32)) / jnp.linalg.norm(wanted.astype(jnp.float32))
+        assert found.dtype == wanted.dtype and error < 2e-2
 
 
 @pytest.mark.parametrize("activation", many_rows.GATES)
