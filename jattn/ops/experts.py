@@ -11,6 +11,7 @@ The rows of an expert lie together, and the experts follow one another.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,10 @@ dequantised and then by `_wgmma` 508, 532, 612 (docs/notebook/nvidia_h200.md).
 RAGGED_COPY_BYTES = 2**30
 """What jax.lax.ragged_dot may copy on a GPU where no kernel serves the operands: x once for each expert. It is one
 product, and reads all experts; a loop over tiles has some launches for each tile. Chosen for memory, not by times."""
+
+DEQUANTISED_BYTES = 2**31
+"""What gate and up of all experts, dequantised, may take for one launch of both; one after the other they take half.
+Chosen for memory, not by times."""
 
 Kernel = jax.Array | QuantisedArray
 
@@ -87,8 +92,24 @@ def silu_expert_product(
             return _wgmma(x, (gate, up), sizes, tiles, config)
     if (packed := expert_packed.config_of(x, [gate, up], multiple)) is not None:
         return _packed_wgmma(x, (gate, up), sizes, tiles, packed)
+    if (config := _dequantised_config(x, (gate, up), multiple)) is not None:
+        return _wgmma(x, (plain(gate, x.dtype), plain(up, x.dtype)), sizes, tiles, config)
     of_gate, of_up = (expert_product(x, kernel, sizes, multiple, tiles) for kernel in (gate, up))
     return jax.nn.silu(of_gate) * of_up
+
+
+def _dequantised_config(x: jax.Array, kernels: tuple[Kernel, Kernel], multiple: int) -> Any:
+    """The launch of `_wgmma` for gate and up, of which quantised ones are dequantised; None if one is multiplied packed
+    or both are large."""
+    if any(isinstance(kernel, QuantisedArray) and _is_packed(x, kernel, multiple) for kernel in kernels):
+        return None
+    held = sum(math.prod(kernel.shape) for kernel in kernels) * x.dtype.itemsize
+    return expert_wgmma.config_of(x, kernels, multiple) if held <= DEQUANTISED_BYTES else None
+
+
+def _is_packed(x: jax.Array, kernel: QuantisedArray, multiple: int) -> bool:
+    """Is the matrix multiplied as it is by a GPU kernel?"""
+    return expert_packed.config_of(x, [kernel], multiple) is not None or _packed_config(x, kernel) is not None
 
 
 def _check_sizes(sizes: jax.Array, kernel: Kernel) -> None:

@@ -318,6 +318,27 @@ def test_hopper_multiplies_padded_rows_of_16_bits(monkeypatch):
     np.testing.assert_array_equal(both[0], y)
 
 
+def test_gate_and_up_are_dequantised_for_one_launch_where_none_takes_them_packed(monkeypatch):
+    seen = on_hopper(monkeypatch)
+    (gate, _), (up, _), (few, _) = (stacked(format, 64, 128, 32) for format in ("fp4", "int4", "int4"))
+    multiple = experts.row_multiple(1024, "bfloat16", [gate, up])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((11 * multiple, 64)), "bfloat16")
+    sizes = multiple * jnp.array([1, 0, 8, 2])
+    found = experts.silu_expert_product(x, gate, up, sizes, multiple)
+    plain = experts.silu_expert_product(x, *(kernel.dequantise("bfloat16") for kernel in (gate, up)), sizes, multiple)
+    np.testing.assert_array_equal(found, plain)
+    assert [config.matrices for config in seen] == [2, 2]
+    monkeypatch.setattr(experts, "DEQUANTISED_BYTES", 2 * 2 * 4 * 64 * 128 - 1)
+    experts.silu_expert_product(x, gate, up, sizes, multiple)
+    assert [config.matrices for config in seen[2:]] == [1, 1]
+    taken = []
+    monkeypatch.setattr(
+        experts, "_packed", lambda x, kernel, *_: taken.append(kernel) or x @ jnp.ones((64, 128), x.dtype)
+    )
+    experts.silu_expert_product(x[:8], few, up, jnp.array([8, 0, 0, 0]), 8)
+    assert len(taken) == 2 and len(seen) == 4
+
+
 def test_gate_and_up_need_the_rows_of_each_expert(monkeypatch):
     on_hopper(monkeypatch)
     gate, up, _ = of_16_bits()
