@@ -1,6 +1,7 @@
 """Long prompts over a latent cache on Hopper: keys and values are projected, then the paged kernel attends to them.
 
-    new tokens          their rows are projected into pages of their own; causal; one launch
+    new tokens          their rows are projected into pages of their own; causal; one launch. All pages are projected,
+                        so there are few partial ones where the batch allows it
     earlier tokens      windows of two sizes, each projected into pages of PAGE and attended to by all queries of
                         their requests; the states are merged. How many depends on the batch, inside jit
 
@@ -33,6 +34,7 @@ from pallas_kernels.gpu.work_list import TILE_ROWS, build_work_list
 
 PAGE = 128  # tokens of a page of earlier tokens
 NEW_PAGES = (128, 64, 32, 16)  # tokens of a page of new tokens: the largest of which padding is at most a quarter
+FEW_PARTIAL = 8  # partial pages of new tokens; for more of them all requests have one, 3072 rows for 2048 tokens of 64
 WINDOW_BYTES = 5 << 28  # of projected keys and values: 16384 tokens with 128 heads of 192 and 128
 LARGE_WINDOW, SMALL_WINDOW = 128, 32  # pages; a window is projected whole, whatever it holds
 JOINED = True  # the rotated part of a key is a part of the product; False: concatenated
@@ -125,16 +127,24 @@ def projected_prefill(
         return gather_latent(spec, cache, jnp.where(pages.live.reshape(-1), slots, -1), params)
 
     page = next((n for n in NEW_PAGES if n * lens.shape[0] * 4 <= q.shape[0]), NEW_PAGES[-1])
-    pages = pages_of(own, 0, q.shape[0] // page + lens.shape[0], page, most)
-    if new_rows is None:
-        rows = cached(pages, before)
-    else:
-        token = pages.position + batch.start[pages.request][:, None]
-        rows = [jnp.asarray(x).at[token.reshape(-1)].get(mode="clip") for x in new_rows]
     causal = None if batch.rows.causal is None else batch.rows.causal[jnp.minimum(batch.start, q.shape[0] - 1)]
     kind: dict[str, Any] = dict(rows=most, num_tokens=q.shape[0])
     config = projection_config(spec, dtype, page, causal=m.is_causal, per_request=causal is not None, **kind)
-    first = attend(pages, rows, causal, config)
+
+    def of_new_tokens(partial_pages: int) -> AttentionState:
+        pages = pages_of(own, 0, q.shape[0] // page + partial_pages, page, most)
+        if new_rows is None:
+            rows = cached(pages, before)
+        else:
+            token = pages.position + batch.start[pages.request][:, None]
+            rows = [jnp.asarray(x).at[token.reshape(-1)].get(mode="clip") for x in new_rows]
+        return attend(pages, rows, causal, config)
+
+    if lens.shape[0] <= FEW_PARTIAL:
+        first = of_new_tokens(lens.shape[0])
+    else:
+        is_few = jnp.sum(cdiv(own, page)) <= q.shape[0] // page + FEW_PARTIAL
+        first = lax.cond(is_few, lambda: of_new_tokens(FEW_PARTIAL), lambda: of_new_tokens(lens.shape[0]))
 
     total = jnp.sum(cdiv(before, PAGE))
     longest = table.shape[1] * cache.spec.block_size
