@@ -15,7 +15,8 @@ class RandomPackedProduct {
     explicit RandomPackedProduct(unsigned seed) : rng_(seed) {
         format = (Format)pick(0, kNumFormats - 1), transposed = !is_4_bits() && pick(0, 3) == 0;
         args.dtype = (Dtype)pick(0, kNumFloats - 1), args.out_dtype = pick(0, 1) ? Dtype::f32 : args.dtype;
-        args.scale_dtype = (Dtype)pick(0, kNumFloats - 1);
+        args.scale_dtype = (Dtype)pick(0, kNumFloats);  // the last one is e4m3
+        static_assert((int)Dtype::e4m3 == kNumFloats);
         args.rows = pick(0, 7) ? pick(1, 26) : pick(90, 200);
         const int groups = transposed ? 1 : pick(1, 4), unit = is_4_bits() ? 8 : 1;
         args.group_size = groups == 1 ? unit * pick(1, 160 / unit) : pick(0, 1) ? 32 * pick(1, 4) : unit * pick(1, 56 / unit);
@@ -29,6 +30,8 @@ class RandomPackedProduct {
             matrix.w = codes(w_[m], args.inputs * matrix.columns / (is_4_bits() ? 2 : 1));
             matrix.scales = numbers(scales_[m], args.scale_dtype, groups * matrix.columns);
             matrix.zero_points = numbers(zero_points_[m], Dtype::i8, groups * matrix.columns);
+            const char* const factor = numbers(factors_[m], Dtype::f32, matrix.columns);
+            if (pick(0, 1)) matrix.factor = reinterpret_cast<const float*>(factor);
             y_[m].make(args.rows * matrix.columns * bytes_of(args.out_dtype), (char)0x7f, 0);
             matrix.y = y_[m].get();
         }
@@ -47,7 +50,7 @@ class RandomPackedProduct {
 
    private:
     std::mt19937 rng_;
-    ExactBuffer<char> x_, w_[3], scales_[3], zero_points_[3], y_[3];
+    ExactBuffer<char> x_, w_[3], scales_[3], zero_points_[3], factors_[3], y_[3];
     ProductMatrix matrices_[3];
 
     bool is_4_bits() const { return format == Format::int4 || format == Format::fp4; }
@@ -84,6 +87,8 @@ class RandomPackedProduct {
             const double x = stored_value(args.dtype, args.x, row * args.inputs + k);
             value += x * (w - zero) * scale, size += std::fabs(x * scale) * (std::fabs(w) + std::fabs(zero));
         }
+        const double factor = matrix.factor ? matrix.factor[column] : 1.0;
+        value *= factor, size *= std::fabs(factor);
         const double relative = args.out_dtype == Dtype::f32 ? 0.0 : relative_step(args.out_dtype) * std::fabs(value);
         const double limit = 1e-7 * (args.inputs + 8) * size + relative + smallest_step(args.out_dtype) + 1e-30;
         const double seen = stored_value(args.out_dtype, matrix.y, row * matrix.columns + column);
