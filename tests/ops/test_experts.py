@@ -320,6 +320,7 @@ def test_hopper_multiplies_padded_rows_of_16_bits(monkeypatch):
 
 def test_gate_and_up_are_dequantised_for_one_launch_where_none_takes_them_packed(monkeypatch):
     seen = on_hopper(monkeypatch)
+    monkeypatch.setattr(experts.expert_packed, "MOST_MEAN_ROWS", dict.fromkeys(("int4", "fp4"), 0))
     (gate, _), (up, _), (few, _) = (stacked(format, 64, 128, 32) for format in ("fp4", "int4", "int4"))
     multiple = experts.row_multiple(1024, "bfloat16", [gate, up])
     x = jnp.asarray(np.random.default_rng(0).standard_normal((11 * multiple, 64)), "bfloat16")
@@ -335,7 +336,7 @@ def test_gate_and_up_are_dequantised_for_one_launch_where_none_takes_them_packed
     monkeypatch.setattr(
         experts, "_packed", lambda x, kernel, *_: taken.append(kernel) or x @ jnp.ones((64, 128), x.dtype)
     )
-    experts.silu_expert_product(x[:8], few, up, jnp.array([8, 0, 0, 0]), 8)
+    experts.silu_expert_product(x[:8], few, up, jnp.array([8, 0, 0, 0]), 1)
     assert len(taken) == 2 and len(seen) == 4
 
 
