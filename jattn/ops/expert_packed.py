@@ -13,7 +13,7 @@ from jattn.ops.expert_wgmma import tiles_of
 from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu import expert_packed_sm90 as kernels
 from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig, choose, cost, tile_rows_of
-from pallas_kernels.gpu.packed_product_config import BITS, EXPERT_ROWS
+from pallas_kernels.gpu.packed_product_config import BITS, EXPERT_ROWS, PackedConfig
 
 MOST_MEAN_ROWS = {"int8": 512, "fp8": 512, "int4": 512, "fp4": 160}
 """Mean rows of an expert up to which a matrix is multiplied packed. More are faster with a dequantised one: 2048 rows
@@ -32,7 +32,10 @@ def row_multiple(choices: int, dtype: str, matrices: Sequence[QuantisedArray], s
     if not choices or not matrices or len({matrix.format for matrix in matrices}) > 1:
         return 1
     experts, expected = matrices[0].shape[0], choices * share
-    tile_rows = tile_rows_of(math.ceil(expected), experts, matrices[0].format)
+    forms = [PackedConfig(rows=1, inner=m.shape[1], widths=m.shape[2:], **_form(m, dtype)) for m in matrices]
+    tile_rows = tile_rows_of(
+        math.ceil(expected), experts, forms[0].format, scales_sums=any(form.scales_sums for form in forms)
+    )
     rows = padded_count(choices, experts, tile_rows)
     used = experts * (1 - (1 - 1 / experts) ** expected)  # experts that have rows
     configs = [_choose(rows, dtype, [matrix], tile_rows) for matrix in matrices]
@@ -63,12 +66,19 @@ def _choose(rows: int, dtype: Any, matrices: Sequence[QuantisedArray], tile_rows
         return None
     if rows > experts * (MOST_MEAN_ROWS[first.format] + tile_rows - 1):
         return None
-    name = jnp.dtype(dtype).name
     return choose(
         processors, width=width, matrices=len(matrices), chip=device.detect().generation, rows=rows, inner=inner,
-        experts=experts, multiple=tile_rows, format=first.format, group=first.group_size, dtype=name, x_dtype=name,
-        scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
-        has_factor=first.factor is not None,
+        experts=experts, multiple=tile_rows, **_form(first, dtype),
+    )  # fmt: skip
+
+
+def _form(matrix: QuantisedArray, dtype: Any) -> dict[str, Any]:
+    """The fields of a config that say how the matrix is stored, and the dtype of rows and results."""
+    name = jnp.dtype(dtype).name
+    return dict(
+        format=matrix.format, group=matrix.group_size, dtype=name, x_dtype=name,
+        scale_dtype=jnp.dtype(matrix.scales.dtype).name, has_zeros=matrix.zero_points is not None,
+        has_factor=matrix.factor is not None,
     )  # fmt: skip
 
 

@@ -9,9 +9,11 @@ from pallas_kernels.gpu.expert_product_config import SHARES
 from pallas_kernels.gpu.packed_product_config import BITS, refuse_types
 from pallas_kernels.gpu.packed_wgmma_config import MOST_STAGES, PIECE, SHARED_BYTES, StagedConfig
 
-ROW_TILES = 8, 16, 32, 64, 128
+ROW_TILES = 8, 16, 32, 64, 128, 192, 256
 MOST_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
-"""Rows of a tile times matrices, by the number of warpgroups that multiply: they share the registers of an SM."""
+MOST_KEPT_SUMS = {1: 256, 2: 256, 3: 128, 4: 128}
+"""Rows of a tile times matrices, by the number of warpgroups that multiply: they share the registers of an SM. Kept sums
+stay in the accumulator: others need as many registers for those of one group."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,13 +88,18 @@ def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
         nested = c.group % c.depth == 0 or c.depth % c.group == 0
         refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")
-    most = MOST_SUMS[c.warpgroups]
+    most = most_sums(c.scales_sums)[c.warpgroups]
     refuse(c.multiple * c.matrices > most, f"sums of {c.multiple} rows, {c.matrices} matrices: wanted {most}")
     if not reasons:
         refuse(c.stages < 3, f"{c.stages} stages fit, wanted at least 3")
         need = c.stages * c.stage_bytes
         refuse(need > SHARED_BYTES, f"{c.stages} stages, {need} bytes of shared memory: too many")
     return reasons
+
+
+def most_sums(scales_sums: bool) -> dict[int, int]:
+    """Rows of a tile times matrices, by the number of warpgroups. scales_sums: of a config."""
+    return MOST_SUMS if scales_sums else MOST_KEPT_SUMS
 
 
 @functools.lru_cache(maxsize=4096)
@@ -115,12 +122,12 @@ def _divided(base: ExpertPackedConfig, warpgroups: int, depth: int, processors: 
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_rows_of(rows: int, experts: int, format: str) -> int:
-    """Rows of a tile for so many rows of all experts, without padding."""
-    mean = rows / experts
-    warpgroups = lambda tile: max(n for n, most in MOST_SUMS.items() if tile <= most)
+def tile_rows_of(rows: int, experts: int, format: str, scales_sums: bool) -> int:
+    """Rows of a tile for so many rows of all experts, without padding. scales_sums: of a config."""
+    mean, most = rows / experts, most_sums(scales_sums)
+    warpgroups = lambda tile: max(n for n in most if tile <= most[n])
     cost = lambda tile: sum(-(-mean * share // tile) for share in SHARES) * unit(tile, warpgroups(tile), format)
-    return min(ROW_TILES, key=cost)
+    return min((tile for tile in ROW_TILES if tile <= max(most.values())), key=cost)
 
 
 READ_RATE = 4.3e6  # bytes a microsecond

@@ -146,7 +146,8 @@ def chosen(model: str, tokens: int, form: str, down: bool, matrices: int = 1) ->
     experts, top, hidden, width = MODELS[model]
     inner, width = (width, hidden) if down else (hidden, width)
     form = FORMS[form] | dict(group=FORMS[form]["group"] or inner)
-    multiple = tile_rows_of(tokens * top, experts, form["format"])
+    sums = ExpertPackedConfig(rows=8, inner=inner, widths=(width,), experts=1, **form).scales_sums
+    multiple = tile_rows_of(tokens * top, experts, form["format"], sums)
     padded = padded_count(tokens * top, experts, multiple)
     return choose(
         132, width=width, matrices=matrices, rows=padded, inner=inner, experts=experts, multiple=multiple,
@@ -171,8 +172,9 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(model, form):
 
 
 def test_tiles_grow_with_the_rows_of_an_expert():
-    tiles = [tile_rows_of(n, 8, "fp8") for n in (1, 8, 64, 256, 1024, 4096)]
+    tiles = [tile_rows_of(n, 8, "fp4", False) for n in (1, 8, 64, 256, 1024, 4096)]
     assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == max(ROW_TILES)
+    assert tile_rows_of(4096, 8, "fp8", True) == 128  # sums of a group have registers of their own
 
 
 def test_refuses_with_every_reason():
