@@ -90,23 +90,25 @@ class QuantisedArray:
     def dequantise_in_parts(self, dtype: Any = None) -> jax.Array:
         """The same bits for XLA:GPU. axis is -2, and PACKED divides the group size.
 
-        XLA:GPU computes element i of up to four concatenated arrays in one thread. Here each has a quarter of the rows
-        of a word or of a group: a thread has 8 or 16 numbers instead of 4, and reads the scales once for four rows,
-        and a word of codes twice instead of eight times.
+        XLA:GPU computes element i of up to four concatenated arrays in one thread, and four elements of each if four
+        divides their width. Here each has a quarter of the rows of a word or of a group: a thread has 16 numbers
+        instead of 4, reads the scales once for four rows, and a word of codes twice instead of eight times.
         """
         *lead, groups, out = self.scales.shape
-        rows, axis = self.values.reshape(*lead, groups, -1, out), self.ndim - 1
-        is_even = np.array([True, False]).reshape(*[1] * self.ndim, 2, 1)
-
-        def part(i: int) -> jax.Array:
-            if FORMATS[self.format].bits == 8:
-                size = self.group_size // PARTS
-                return self._scaled(_numbers(rows[..., i * size : (i + 1) * size, :], self.format, axis), axis)
-            even, odd = (rows[..., None, :] >> np.uint32(4 * PLACES[2 * i + j]) for j in (0, 1))
-            return self._scaled(_of_codes(jnp.where(is_even, even, odd) & 15, self.format), axis, axis + 1)
-
-        parts = [part(i).astype(self.dtype if dtype is None else dtype) for i in range(PARTS)]
-        return jnp.concatenate(parts, axis=-2).reshape(self.shape)
+        axis = self.ndim - 1
+        if FORMATS[self.format].bits == 4:
+            words = self.values.reshape(*lead, groups, -1, 1, out)
+            is_even = np.array([True, False]).reshape(*[1] * self.ndim, 2, 1)  # row of a part: input 2i, or 2i + 1
+            shifts = np.uint32(4) * np.array(PLACES, np.uint32).reshape(PARTS, 2)
+            codes = [jnp.where(is_even, words >> even, words >> odd) & 15 for even, odd in shifts]
+            parts = [self._scaled(_of_codes(x, self.format), axis, axis + 1) for x in codes]
+        else:
+            quarters = jnp.split(self.values.reshape(-1, self.group_size * out), PARTS, axis=1)
+            numbers = [_numbers(x.reshape(*lead, groups, -1, out), self.format, axis) for x in quarters]
+            parts = [self._scaled(x, axis) for x in numbers]
+        dtype = self.dtype if dtype is None else dtype
+        columns = [x.astype(dtype).reshape(-1, x.shape[-2] * out) for x in parts]
+        return jnp.concatenate(columns, axis=1).reshape(self.shape)
 
     def _scaled(self, numbers: jax.Array, *new: int) -> jax.Array:
         """Numbers of codes minus the zero point, times scale and factor. new: their axes that scales lack."""
