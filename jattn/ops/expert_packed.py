@@ -15,9 +15,10 @@ from pallas_kernels.gpu import expert_packed_sm90 as kernels
 from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig, choose, cost, tile_rows_of
 from pallas_kernels.gpu.packed_product_config import BITS, EXPERT_ROWS, PackedConfig
 
-MOST_MEAN_ROWS = {"int8": 512, "fp8": 512, "int4": 512, "fp4": 160}
-"""Mean rows of an expert up to which a matrix is multiplied packed. More are faster with a dequantised one: 2048 rows
-of each of 32 experts of MXFP4 took ... """
+MOST_MEAN_ROWS = {"int8": 1024, "fp8": 1024, "int4": 512}
+"""Mean rows of an expert up to which a matrix is multiplied packed, where sums of groups are scaled: a tile of 128 rows
+takes 1.3 times as long as one of 16 bits (of int4 1.5 times), and dequantising takes a constant time (163 us for 128
+experts of 2048 x 768 of fp8). Where sums stay in the accumulator it takes no longer: then there is no limit."""
 READ_RATES = {"int8": 3.0e6, "fp8": 3.0e6, "int4": 2.6e6, "fp4": 2.0e6}
 """Bytes of a matrix that packed_product_sm90.py multiplies with 16 rows in a microsecond (an H200, 2026-11-29)."""
 START = 3.0  # microseconds that this kernel takes longer to begin
@@ -32,10 +33,9 @@ def row_multiple(choices: int, dtype: str, matrices: Sequence[QuantisedArray], s
     if not choices or not matrices or len({matrix.format for matrix in matrices}) > 1:
         return 1
     experts, expected = matrices[0].shape[0], choices * share
-    forms = [PackedConfig(rows=1, inner=m.shape[1], widths=m.shape[2:], **_form(m, dtype)) for m in matrices]
-    tile_rows = tile_rows_of(
-        math.ceil(expected), experts, forms[0].format, scales_sums=any(form.scales_sums for form in forms)
-    )
+    scales_sums = any(_scales_sums(matrix, dtype) for matrix in matrices)
+    width = math.gcd(*(matrix.shape[2] for matrix in matrices))
+    tile_rows = tile_rows_of(math.ceil(expected), experts, width, matrices[0].format, scales_sums)
     rows = padded_count(choices, experts, tile_rows)
     used = experts * (1 - (1 - 1 / experts) ** expected)  # experts that have rows
     configs = [_choose(rows, dtype, [matrix], tile_rows) for matrix in matrices]
@@ -64,7 +64,8 @@ def _choose(rows: int, dtype: Any, matrices: Sequence[QuantisedArray], tile_rows
     experts, inner, width = first.shape
     if device.detect().platform != "gpu" or processors is None or first.axis != -2:
         return None
-    if rows > experts * (MOST_MEAN_ROWS[first.format] + tile_rows - 1):
+    most = MOST_MEAN_ROWS.get(first.format)
+    if most is not None and _scales_sums(first, dtype) and rows > experts * (most + tile_rows - 1):
         return None
     return choose(
         processors, width=width, matrices=len(matrices), chip=device.detect().generation, rows=rows, inner=inner,
@@ -80,6 +81,10 @@ def _form(matrix: QuantisedArray, dtype: Any) -> dict[str, Any]:
         scale_dtype=jnp.dtype(matrix.scales.dtype).name, has_zeros=matrix.zero_points is not None,
         has_factor=matrix.factor is not None,
     )  # fmt: skip
+
+
+def _scales_sums(matrix: QuantisedArray, dtype: Any) -> bool:
+    return PackedConfig(rows=1, inner=matrix.shape[1], widths=matrix.shape[2:], **_form(matrix, dtype)).scales_sums
 
 
 def product(

@@ -7,13 +7,14 @@ import math
 from pallas_kernels.algebra.checks import Reasons
 from pallas_kernels.gpu.expert_product_config import SHARES
 from pallas_kernels.gpu.packed_product_config import BITS, refuse_types
-from pallas_kernels.gpu.packed_wgmma_config import MOST_STAGES, PIECE, SHARED_BYTES, StagedConfig
+from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, MOST_STAGES, PIECE, SHARED_BYTES, StagedConfig
 
 ROW_TILES = 8, 16, 32, 64, 128, 192, 256
 MOST_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
 MOST_KEPT_SUMS = {1: 256, 2: 256, 3: 128, 4: 128}
-"""Rows of a tile times matrices, by the number of warpgroups that multiply: they share the registers of an SM. Kept sums
-stay in the accumulator: others need as many registers for those of one group."""
+"""Rows of a tile times matrices, by the number of warpgroups that multiply: they share the registers of an SM.
+
+Kept sums stay in the accumulator; others need as many registers again for those of one group."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,22 +123,29 @@ def _divided(base: ExpertPackedConfig, warpgroups: int, depth: int, processors: 
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_rows_of(rows: int, experts: int, format: str, scales_sums: bool) -> int:
-    """Rows of a tile for so many rows of all experts, without padding. scales_sums: of a config."""
+def tile_rows_of(rows: int, experts: int, width: int, format: str, scales_sums: bool) -> int:
+    """Rows of a tile for so many rows of all experts, without padding.
+
+    width: divides the columns of every matrix. scales_sums: of a config.
+    """
     mean, most = rows / experts, most_sums(scales_sums)
-    warpgroups = lambda tile: max(n for n in most if tile <= most[n])
-    cost = lambda tile: sum(-(-mean * share // tile) for share in SHARES) * unit(tile, warpgroups(tile), format)
-    return min((tile for tile in ROW_TILES if tile <= max(most.values())), key=cost)
+    able = [n for n in most if width % (COLUMNS * n) == 0 and (BITS[format] == 4 or COLUMNS * n % PIECE == 0)] or [1]
+
+    def cost(tile: int) -> float:
+        each = min(unit(tile, n, format) for n in able if tile <= most[n])
+        return sum(-(-mean * share // tile) for share in SHARES) * each
+
+    return min((tile for tile in ROW_TILES if tile <= max(most[n] for n in able)), key=cost)
 
 
 READ_RATE = 4.3e6  # bytes a microsecond
-UNIT = {4: 0.084, 3: 0.084, 2: 0.107, 1: 0.2}
-UNIT_OF_ROW = {4: 0.0006, 3: 0.0009, 2: 0.0009, 1: 0.0012}
-UNIT_OF_FORMAT = {"int8": 0.0, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
-UNIT_OF_SHORT_STAGE, UNIT_OF_SMALL_GROUP = 0.026, 0.02
+UNIT = {4: 0.08, 3: 0.085, 2: 0.105, 1: 0.2}
+UNIT_OF_ROW = {4: 0.0009, 3: 0.0008, 2: 0.00105, 1: 0.0012}
+UNIT_OF_FORMAT = {"int8": 0.01, "fp8": 0.01, "fp4": 0.02, "int4": 0.0}
+UNIT_OF_SHORT_STAGE, UNIT_OF_SMALL_GROUP = 0.01, 0.02
 """Microseconds of an SM for 64 columns of 64 inputs: in any case and for each row, by the number of warpgroups; by the
-format; with stages of 64 inputs; with groups of 32. Of fp8 and fp4 from an H200 (2026-11-29), of the others those of
-packed_wgmma_config.py."""
+format; with stages of 64 inputs; with sums of groups of 32. Fitted to 60 launches of fp8, int4 and fp4 on an H200
+(2026-11-29), of which most are within 15 %; of int8 and one warpgroup they are guesses."""
 
 
 def unit(tile_rows: int, warpgroups: int, format: str) -> float:
@@ -152,7 +160,7 @@ def cost(config: ExpertPackedConfig, used: float | None = None) -> float:
     """
     c, used = config, config.tiles if used is None else used
     each = unit(c.tile_rows, c.warpgroups, c.format)
-    each += UNIT_OF_SHORT_STAGE * (c.depth == 64) + UNIT_OF_SMALL_GROUP * (c.group == 32)
+    each += UNIT_OF_SHORT_STAGE * (c.depth == 64) + UNIT_OF_SMALL_GROUP * (c.scales_sums and c.group == 32)
     items = math.ceil(used * c.strips / c.ctas)
     read = min(used, c.experts) * c.inner * c.width * c.matrices * BITS[c.format] / 8
     return max(items * c.warpgroups * c.matrices * c.inner / 64 * each, read / READ_RATE)

@@ -147,7 +147,7 @@ def chosen(model: str, tokens: int, form: str, down: bool, matrices: int = 1) ->
     inner, width = (width, hidden) if down else (hidden, width)
     form = FORMS[form] | dict(group=FORMS[form]["group"] or inner)
     sums = ExpertPackedConfig(rows=8, inner=inner, widths=(width,), experts=1, **form).scales_sums
-    multiple = tile_rows_of(tokens * top, experts, form["format"], sums)
+    multiple = tile_rows_of(tokens * top, experts, width, form["format"], sums)
     padded = padded_count(tokens * top, experts, multiple)
     return choose(
         132, width=width, matrices=matrices, rows=padded, inner=inner, experts=experts, multiple=multiple,
@@ -172,9 +172,10 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(model, form):
 
 
 def test_tiles_grow_with_the_rows_of_an_expert():
-    tiles = [tile_rows_of(n, 8, "fp4", False) for n in (1, 8, 64, 256, 1024, 4096)]
-    assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] == max(ROW_TILES)
-    assert tile_rows_of(4096, 8, "fp8", True) == 128  # sums of a group have registers of their own
+    tiles = [tile_rows_of(n, 8, 256, "fp4", False) for n in (1, 8, 64, 256, 1024, 4096)]
+    assert tiles == sorted(tiles) and tiles[0] == 8 and tiles[-1] in ROW_TILES[-3:]
+    assert tile_rows_of(4096, 8, 256, "fp8", True) == 128  # sums of a group have registers of their own
+    assert tile_rows_of(65536, 8, 2880, "fp4", False) == 128  # three warpgroups have no registers for more
 
 
 def test_refuses_with_every_reason():
