@@ -46,6 +46,14 @@ class NativeLatentAttention(LatentAttention):
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
         return _absorbed(self, q, cache, m, params)
 
+    def forward_few(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
+        """Computed only if there are such requests: the products by W_UK and W_UV are for all tokens of the batch."""
+        compute = lambda: self.forward_mqa(q, cache, m, params)
+        nothing = lambda: AttentionState.empty(
+            q.shape[0], self.spec.num_heads, self.spec.v_head_dim, output_dtype(q.dtype)
+        )
+        return jax.lax.cond(jnp.any(m.level.batch.query_lens > 0), compute, nothing)
+
     def attend_materialised(
         self, q, k, v, cache: PagedKV, m: MLAMetadata, batch: RaggedBatch, params: MLAParams
     ) -> AttentionState:

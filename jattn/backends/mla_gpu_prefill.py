@@ -1,7 +1,6 @@
 """Long prompts over a latent cache on Hopper: keys and values are projected, then the paged kernel attends to them.
 
-    new tokens          their rows are projected into pages of their own; causal; one launch. All pages are projected,
-                        so there are few partial ones where the batch allows it
+    new tokens          their rows are projected into pages of their own; causal; one launch
     earlier tokens      windows of two sizes, each projected into pages of PAGE and attended to by all queries of
                         their requests; the states are merged. How many depends on the batch, inside jit
 
@@ -34,7 +33,6 @@ from pallas_kernels.gpu.work_list import TILE_ROWS, build_work_list
 
 PAGE = 128  # tokens of a page of earlier tokens
 NEW_PAGES = (128, 64, 32, 16)  # tokens of a page of new tokens: the largest of which padding is at most a quarter
-FEW_PARTIAL = 8  # partial pages of new tokens; for more of them all requests have one, 3072 rows for 2048 tokens of 64
 WINDOW_BYTES = 5 << 28  # of projected keys and values: 16384 tokens with 128 heads of 192 and 128
 LARGE_WINDOW, SMALL_WINDOW = 128, 32  # pages; a window is projected whole, whatever it holds
 JOINED = True  # the rotated part of a key is a part of the product; False: concatenated
@@ -127,24 +125,16 @@ def projected_prefill(
         return gather_latent(spec, cache, jnp.where(pages.live.reshape(-1), slots, -1), params)
 
     page = next((n for n in NEW_PAGES if n * lens.shape[0] * 4 <= q.shape[0]), NEW_PAGES[-1])
+    pages = pages_of(own, 0, q.shape[0] // page + lens.shape[0], page, most)
+    if new_rows is None:
+        rows = cached(pages, before)
+    else:
+        token = pages.position + batch.start[pages.request][:, None]
+        rows = [jnp.asarray(x).at[token.reshape(-1)].get(mode="clip") for x in new_rows]
     causal = None if batch.rows.causal is None else batch.rows.causal[jnp.minimum(batch.start, q.shape[0] - 1)]
     kind: dict[str, Any] = dict(rows=most, num_tokens=q.shape[0])
     config = projection_config(spec, dtype, page, causal=m.is_causal, per_request=causal is not None, **kind)
-
-    def of_new_tokens(partial_pages: int) -> AttentionState:
-        pages = pages_of(own, 0, q.shape[0] // page + partial_pages, page, most)
-        if new_rows is None:
-            rows = cached(pages, before)
-        else:
-            token = pages.position + batch.start[pages.request][:, None]
-            rows = [jnp.asarray(x).at[token.reshape(-1)].get(mode="clip") for x in new_rows]
-        return attend(pages, rows, causal, config)
-
-    if lens.shape[0] <= FEW_PARTIAL:
-        first = of_new_tokens(lens.shape[0])
-    else:
-        is_few = jnp.sum(cdiv(own, page)) <= q.shape[0] // page + FEW_PARTIAL
-        first = lax.cond(is_few, lambda: of_new_tokens(FEW_PARTIAL), lambda: of_new_tokens(lens.shape[0]))
+    first = attend(pages, rows, causal, config)
 
     total = jnp.sum(cdiv(before, PAGE))
     longest = table.shape[1] * cache.spec.block_size
@@ -172,14 +162,13 @@ def projected_prefill(
         _, state = with_windows(small, begin, total, state)
         return dataclasses.replace(state, out=state.out.astype(q.dtype))
 
-    # A loop of one step or none: a cond would copy the state that it returns as it is.
-    once = lambda carry: (jnp.bool_(False), with_earlier(carry[1]))
-    return lax.while_loop(lambda carry: carry[0], once, (total > 0, first))[1]
+    return lax.cond(total > 0, with_earlier, lambda state: state, first)
 
 
 def _weights(spec: MLASpec, params: MLAParams, dtype) -> tuple[jax.Array, jax.Array]:
-    """(of keys [H, nope+R, L+R], of values [H, L, V])."""
+    """(of keys [H, nope+R, L+R], of values [H, V, L])."""
     w_uk, w_uv = (jnp.asarray(w).astype(dtype) for w in (params.w_uk, params.w_uv))
+    w_uv = jnp.swapaxes(w_uv, 1, 2)
     if not JOINED:
         return w_uk, w_uv
     rope = spec.qk_rope_head_dim
@@ -193,11 +182,11 @@ def _project(spec: MLASpec, rows: jax.Array, weights) -> tuple[jax.Array, jax.Ar
     of_keys, of_values = weights
     latents, ropes = rows[:, : spec.kv_lora_rank], rows[:, spec.kv_lora_rank :]
 
-    def times(x, w, axis):
-        return lax.dot_general(x, w, (((1,), (axis,)), ((), ())), preferred_element_type=x.dtype)
+    def times(x, w):
+        return lax.dot_general(x, w, (((1,), (2,)), ((), ())), preferred_element_type=x.dtype)
 
-    values = times(latents, of_values, 1)
+    values = times(latents, of_values)
     if JOINED:
-        return times(rows, of_keys, 2), values
+        return times(rows, of_keys), values
     ropes = jnp.broadcast_to(ropes[:, None], (rows.shape[0], spec.num_heads, ropes.shape[1]))
-    return jnp.concatenate([times(latents, of_keys, 2), ropes], axis=-1), values
+    return jnp.concatenate([times(latents, of_keys), ropes], axis=-1), values

@@ -123,13 +123,8 @@ class MLAGpuImpl(MLAImpl):
         if not prefill_reasons(self.spec, q.dtype.name):
             long = functools.partial(projected_prefill, self._latent)
         state: Any = long(q, cache, _without_short(m), params)
-
-        def short() -> tuple[jax.Array, jax.Array]:
-            few = self._short(q.at[tokens].get(mode="fill", fill_value=0), cache, m, params)
-            return few.out.astype(state.out.dtype), few.lse
-
-        others = lambda: (state.out[: tokens.shape[0]], state.lse[: tokens.shape[0]])  # none of them is used
-        out, lse = jax.lax.cond(jnp.any(m.short.level.batch.query_lens > 0), short, others)
+        short = self._short(q.at[tokens].get(mode="fill", fill_value=0), cache, m, params)
+        out, lse = short.out.astype(state.out.dtype), short.lse
         index = jnp.where(tokens < q.shape[0], tokens, q.shape[0] + jnp.arange(tokens.shape[0]))  # no two alike
         put = dict(mode="drop", unique_indices=True)
         return AttentionState(out=state.out.at[index].set(out, **put), lse=state.lse.at[index].set(lse, **put))

@@ -198,15 +198,8 @@ class LatentAttention:
         return merge(self.forward_few(q, cache, few, params), self.prefill_mha(q, cache, many, params))
 
     def forward_few(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
-        """The absorbed form for the requests with few queries, in a batch in which the others are materialised.
-
-        Computed only if there are such requests: the products by W_UK and W_UV are for all tokens of the batch.
-        """
-        compute = lambda: self.forward_mqa(q, cache, m, params)
-        nothing = lambda: AttentionState.empty(
-            q.shape[0], self.spec.num_heads, self.spec.v_head_dim, output_dtype(q.dtype)
-        )
-        return jax.lax.cond(jnp.any(m.level.batch.query_lens > 0), compute, nothing)
+        """The absorbed form for the requests with few queries, in a batch in which the others are materialised."""
+        return self.forward_mqa(q, cache, m, params)
 
     def _context(
         self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, read: jax.Array, differentiable: bool

@@ -17,12 +17,11 @@ from tests.oracle.mla import latent_attention
 
 SPEC = MLASpec(num_heads=4, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=48)
 QUERIES, TOTALS = (30, 1, 0, 12, 9, 20), (700, 400, 5, 12, 300, 28)
-CASES = {  # cache pages, bytes of a window, pages of a small one, the rotated part by the product, rows of new tokens,
-    # few partial pages: of the 7 pages of new tokens 4 may be full
-    "one window": (16, 2**30, 32, True, False, 8),
-    "small windows after large ones": (64, 700_000, 1, True, False, 3),
-    "small windows only": (64, 2**30, 2, True, False, 2),
-    "concatenated, new rows given": (16, 700_000, 2, False, True, 3),
+CASES = {  # cache pages, bytes of a window, pages of a small one, the rotated part by the product, rows of new tokens
+    "one window": (16, 2**30, 32, True, False),
+    "small windows after large ones": (64, 700_000, 1, True, False),
+    "small windows only": (64, 2**30, 2, True, False),
+    "concatenated, new rows given": (16, 700_000, 2, False, True),
 }
 
 
@@ -41,7 +40,7 @@ def test_pages_are_those_of_the_requests_end_to_end():
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_long_prompt_is_attention_by_its_definition(name):
-    size, window, small, joined, given, partial = CASES[name]
+    size, window, small, joined, given = CASES[name]
     table = poisoned_table(TOTALS, size, 200, 60)
     written = MLAAttention(SPEC, mla_cache_spec(SPEC, 200, size), "mla_sdpa")
     params = written.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 4, 80) / 12, kv_c_scale=0.5))
@@ -56,7 +55,7 @@ def test_a_long_prompt_is_attention_by_its_definition(name):
     if given:
         new = np.concatenate([np.arange(e - n, e) for e, n in zip(ends, QUERIES, strict=True)])
         rows = tuple(jnp.asarray(np.pad(x[new], ((0, 5), (0, 0)), constant_values=np.nan)) for x in (kv_c * 0.5, k_pe))
-    patches = dict(WINDOW_BYTES=window, SMALL_WINDOW=small, JOINED=joined, FEW_PARTIAL=partial)
+    patches = dict(WINDOW_BYTES=window, SMALL_WINDOW=small, JOINED=joined)
     with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
         state = projected_prefill(written.impl._latent, jnp.asarray(q), cache, m, params, rows)
     out, lse = np.asarray(state.out, np.float64), np.asarray(state.lse)
@@ -68,35 +67,23 @@ def test_a_long_prompt_is_attention_by_its_definition(name):
     assert state.out.dtype == q.dtype and (out[count:] == 0).all() and np.isneginf(lse[count:]).all()
 
 
-@pytest.mark.parametrize("queries, projected", [((250,), 24), ((9,) * 20, 24), ((9,) * 25, 48), ((), 24)], ids=str)
-def test_new_tokens_have_few_partial_pages_where_the_batch_allows_it(queries, projected):
-    """256 tokens of up to 32 requests in pages of 16: 16 whole pages and 8 partial ones, or one of each request."""
-    seen = counted_rows(queries, queries, num_tokens=256, num_reqs=32, table=np.arange(32 * 16).reshape(32, 16))
-    assert seen == [16 * projected]
-
-
-def counted_rows(queries, totals, table, size=16, patches=(), **options) -> list[int]:
-    """The rows of each projection that is computed, for requests over an empty cache."""
-    seen, project = [], mla_gpu_prefill._project
-    plain = MLAAttention(SPEC, mla_cache_spec(SPEC, table.size, size), "mla_sdpa")
+@pytest.mark.parametrize("earlier, projected", [(0, 0), (1, 2), (5, 6), (8, 8), (9, 16), (17, 18), (37, 38), (41, 48)])
+def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
+    """Pages of a table with room for many more, as an engine's has. A large window has 16 pages, a small one 2."""
+    size, queries, seen = mla_gpu_prefill.PAGE, 20, []
+    plain = MLAAttention(SPEC, mla_cache_spec(SPEC, 200, size), "mla_sdpa")
     params = plain.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 4, 80)))
-    meta = jattn.CommonAttentionMetadata.from_lengths(queries, totals, table[: len(queries)], size, **options)
+    meta = jattn.CommonAttentionMetadata.from_lengths([queries], [queries + earlier * size], np.arange(200)[None], size)
+    project = mla_gpu_prefill._project
 
     def counted(spec, rows, weights):
         jax.debug.callback(lambda: seen.append(rows.shape[0]))
         return project(spec, rows, weights)
 
-    q = jnp.zeros((options.get("num_tokens", sum(queries)), 4, 96), jnp.bfloat16)
-    with mock.patch.multiple(mla_gpu_prefill, _project=counted, **dict(patches), **INSTEAD):
+    patches = dict(LARGE_WINDOW=16, SMALL_WINDOW=2, _project=counted)
+    q = jnp.zeros((queries, 4, 96), jnp.bfloat16)
+    with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
         state = projected_prefill(plain.impl._latent, q, plain.empty_cache(), plain.build(meta), params)
         jax.block_until_ready(state)
         jax.effects_barrier()
-    return seen
-
-
-@pytest.mark.parametrize("earlier, projected", [(0, 0), (1, 2), (5, 6), (8, 8), (9, 16), (17, 18), (37, 38), (41, 48)])
-def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
-    """Pages of a table with room for many more, as an engine's has. A large window has 16 pages, a small one 2."""
-    size, patches = mla_gpu_prefill.PAGE, dict(LARGE_WINDOW=16, SMALL_WINDOW=2)
-    seen = counted_rows([20], [20 + earlier * size], np.arange(200)[None], size, patches)
     assert sum(rows for rows in seen if rows >= size) == projected * size, "new tokens have small pages of their own"
