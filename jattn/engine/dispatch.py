@@ -19,6 +19,7 @@ from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, MapRows, Penalties, Sampled, SamplingRows, choose
 from jattn.engine.xla_options import PlatformJit
 from jattn.metadata.batch import CommonAttentionMetadata
+from jattn.nn import LatentConfig
 from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 
@@ -138,10 +139,20 @@ def _num_tokens(tree: PackedTree) -> int:
     return num_tokens
 
 
+@functools.cache
+def _is_in_graph(model: Model, tree: PackedTree) -> bool:
+    """Not prompts of latent attention, which is computed under conditions: see CUDA_OPTIONS_WITHOUT_GRAPH."""
+    batch: Batch = jax.tree.unflatten(tree.structure, tree.leaves)
+    has_prompts = max(meta.max_query_len for meta in batch.metas) > 1
+    layers = getattr(model.config, "layers", ())
+    return not has_prompts or not any(isinstance(layer.self_attn, LatentConfig) for layer in layers)
+
+
 @functools.partial(
     PlatformJit,
     num_tokens=lambda model, params, caches, before, packed: _num_tokens(packed.tree),
     is_on_mesh=lambda model, *_: model.model_mesh is not None and model.model_mesh.mesh.size > 1,
+    is_in_graph=lambda model, params, caches, before, packed: _is_in_graph(model, packed.tree),
     static_argnames="model",
     donate_argnames=("caches", "before"),
 )
