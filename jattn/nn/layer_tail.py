@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.nn.norm import Norm
 from jattn.ops.many_rows import GATES
-from jattn.ops.product import is_partitioned, products
+from jattn.ops.partitioner import is_partitioned
+from jattn.ops.product import products
 from pallas_kernels.gpu.layer_tail_arrivals_sm90 import WORDS
 from pallas_kernels.gpu.layer_tail_config import KEPT_SUMS, LayerTailConfig, TailAttention, choose
 from pallas_kernels.gpu.layer_tail_ranks_sm90 import exchange

@@ -5,11 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jattn import device
 from jattn.ops.expert_rows import padded_count
-from jattn.ops.expert_wgmma import tiles_of
 from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu import expert_packed_sm90 as kernels
 from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig, choose, cost, tile_rows_of
@@ -17,15 +15,17 @@ from pallas_kernels.gpu.packed_product_config import BITS, EXPERT_ROWS, PackedCo
 
 MOST_MEAN_ROWS = {"int8": 1024, "fp8": 1024, "int4": 512}
 """Mean rows of an expert up to which a matrix is multiplied packed, where sums of groups are scaled: a tile of 128 rows
-takes 1.3 times as long as one of 16 bits (of int4 1.5 times), and dequantising takes a constant time (163 us for 128
-experts of 2048 x 768 of fp8). Where sums stay in the accumulator it takes no longer: then there is no limit."""
+takes 1.3 times as long as one of 16 bits (of int4 1.5 times), and dequantising takes the same time for any number of
+rows (163 us for 128 experts of 2048 x 768 of fp8; an H200, 2026-11-29). Where sums stay in the accumulator a tile takes
+no longer than one of 16 bits, and there is no limit."""
 READ_RATES = {"int8": 3.0e6, "fp8": 3.0e6, "int4": 2.6e6, "fp4": 2.0e6}
 """Bytes of a matrix that packed_product_sm90.py multiplies with 16 rows in a microsecond (an H200, 2026-11-29)."""
-START = 3.0  # microseconds that this kernel takes longer to begin
+START = 3.0  # microseconds that a launch of expert_packed_sm90.py takes longer to begin than one of that kernel
 
 
 def row_multiple(choices: int, dtype: str, matrices: Sequence[QuantisedArray], share: float = 1.0) -> int:
-    """A multiple to which the rows of each expert are padded for these matrices; 1: another way is faster.
+    """A multiple to which the rows of each expert are padded for these matrices; 1: there is no such launch, or few
+    rows by packed_product_sm90.py are faster.
 
     choices: the rows of all experts together at most, without padding; share: the part of them that these experts may
     expect.
@@ -53,13 +53,12 @@ def config_of(x: Any, matrices: Sequence[Any], multiple: int) -> ExpertPackedCon
     """The launch for rows padded to `multiple` and one matrix, or gate and up; None if there is none."""
     if multiple == 1 or x.shape[0] % multiple or not all(isinstance(m, QuantisedArray) for m in matrices):
         return None
-    form = lambda m: (m.shape, m.format, m.axis, m.group_size, m.scales.dtype, m.zero_points is None, m.factor is None)
-    if len({form(matrix) for matrix in matrices}) > 1:
+    if len({(matrix.shape, matrix.axis, *matrix.form.values()) for matrix in matrices}) > 1:
         return None
     return _choose(x.shape[0], x.dtype.name, matrices, multiple)
 
 
-def _choose(rows: int, dtype: Any, matrices: Sequence[QuantisedArray], tile_rows: int) -> ExpertPackedConfig | None:
+def _choose(rows: int, dtype: str, matrices: Sequence[QuantisedArray], tile_rows: int) -> ExpertPackedConfig | None:
     first, processors = matrices[0], device.processors()
     experts, inner, width = first.shape
     if device.detect().platform != "gpu" or processors is None or first.axis != -2:
@@ -69,35 +68,26 @@ def _choose(rows: int, dtype: Any, matrices: Sequence[QuantisedArray], tile_rows
         return None
     return choose(
         processors, width=width, matrices=len(matrices), chip=device.detect().generation, rows=rows, inner=inner,
-        experts=experts, multiple=tile_rows, **_form(first, dtype),
+        experts=experts, multiple=tile_rows, dtype=dtype, x_dtype=dtype, **first.form,
     )  # fmt: skip
 
 
-def _form(matrix: QuantisedArray, dtype: Any) -> dict[str, Any]:
-    """The fields of a config that say how the matrix is stored, and the dtype of rows and results."""
-    name = jnp.dtype(dtype).name
-    return dict(
-        format=matrix.format, group=matrix.group_size, dtype=name, x_dtype=name,
-        scale_dtype=jnp.dtype(matrix.scales.dtype).name, has_zeros=matrix.zero_points is not None,
-        has_factor=matrix.factor is not None,
-    )  # fmt: skip
-
-
-def _scales_sums(matrix: QuantisedArray, dtype: Any) -> bool:
-    return PackedConfig(rows=1, inner=matrix.shape[1], widths=matrix.shape[2:], **_form(matrix, dtype)).scales_sums
+def _scales_sums(matrix: QuantisedArray, dtype: str) -> bool:
+    """Is the sum of each group multiplied by its scale? It depends on the form of the matrix and the dtype of rows."""
+    config = PackedConfig(rows=1, inner=matrix.shape[1], widths=matrix.shape[2:], x_dtype=dtype, **matrix.form)
+    return config.scales_sums
 
 
 def product(
-    x: jax.Array, matrices: tuple[QuantisedArray, ...], sizes: jax.Array, tiles: jax.Array | None,
-    config: ExpertPackedConfig,
-) -> jax.Array:  # fmt: skip
+    x: jax.Array, matrices: tuple[QuantisedArray, ...], tiles: jax.Array, config: ExpertPackedConfig
+) -> jax.Array:
     """[rows, width]: each row times its expert's matrix; of two matrices, silu(x gate) * (x up).
 
-    tiles: None: made from the sizes. Under vmap it is called once per element.
+    Under vmap it is called once per element.
     """
 
     @jax.custom_batching.sequential_vmap
     def each(x, matrices, tiles):
         return kernels.expert_packed_product(x, tuple(matrix.arrays for matrix in matrices), tiles, config)
 
-    return each(x, matrices, tiles_of(sizes, config) if tiles is None else tiles)
+    return each(x, matrices, tiles)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
-from jattn.ops.product import is_partitioned
+from jattn.ops.partitioner import is_partitioned
 from pallas_kernels.gpu import expert_rows_sm80 as kernel
 
 BLOCK = 128  # choices that are compared with one another

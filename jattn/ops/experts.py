@@ -1,11 +1,11 @@
 """Rows times the matrices of their experts, by the first of these that serves the operands:
 
-    _native         C++ on a CPU, matrices packed or plain
-    _packed         Hopper's mma.sync kernel, few rows of each expert with its packed matrix
-    _packed_wgmma   Hopper's wgmma kernel for packed matrices, padded rows
-    _wgmma          Hopper's wgmma kernel, padded rows with matrices of 16 bits, if need be dequantised first
-    _looped         XLA's dots of tiles, one after the other
-    _ragged_dot     jax.lax.ragged_dot, which XLA:CPU and XLA:GPU expand to all rows times every expert
+    _native       C++ on a CPU, matrices packed or plain
+    _wgmma        Hopper's wgmma kernel for padded rows and packed matrices (expert_packed.py)
+    _packed       Hopper's mma.sync kernel, few rows of each expert with its packed matrix
+    _wgmma        Hopper's wgmma kernel for padded rows and matrices of 16 bits (expert_wgmma.py), perhaps dequantised
+    _looped       XLA's dots of tiles, one after the other
+    _ragged_dot   jax.lax.ragged_dot, which XLA:CPU and XLA:GPU expand to all rows times every expert
 
 The rows of an expert lie together, and the experts follow one another.
 """
@@ -20,10 +20,13 @@ import jax.numpy as jnp
 
 from jattn import device
 from jattn.ops import expert_dots, expert_packed, expert_wgmma
-from jattn.ops.product import NATIVE_DTYPES, has_native_groups, is_partitioned, varying_as
+from jattn.ops.partitioner import is_partitioned
+from jattn.ops.product import NATIVE_DTYPES, has_native_groups, varying_as
 from jattn.ops.quantised import QuantisedArray, plain
 from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import packed_product_config, packed_product_sm90
+from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig
+from pallas_kernels.gpu.expert_product_config import ExpertProductConfig
 
 PACKED_ROWS_OF_EXPERT = 128
 """Mean rows of an expert up to which `_packed` is used: each tile of 16 rows reads the expert's weights once more.
@@ -51,13 +54,13 @@ def row_multiple(choices: int, dtype: Any, kernels: Sequence[Kernel], share: flo
     x = jax.ShapeDtypeStruct((choices, kernels[0].shape[1]), dtype)
     if is_partitioned():
         return 1
-    packed = [kernel for kernel in kernels if isinstance(kernel, QuantisedArray)]
+    packed, name = [kernel for kernel in kernels if isinstance(kernel, QuantisedArray)], x.dtype.name
     if len(packed) == len(kernels):
-        if (multiple := expert_packed.row_multiple(choices, dtype, packed, share)) > 1:
+        if (multiple := expert_packed.row_multiple(choices, name, packed, share)) > 1:
             return multiple
         if all(_packed_config(x, kernel) is not None for kernel in packed):
             return 1
-    return expert_wgmma.row_multiple(choices, jnp.dtype(dtype).name, [kernel.shape for kernel in kernels], share)
+    return expert_wgmma.row_multiple(choices, name, [kernel.shape for kernel in kernels], share)
 
 
 def expert_product(
@@ -74,7 +77,7 @@ def expert_product(
     if _is_native(x, kernel):
         return _native(x, kernel, sizes)
     if (packed := expert_packed.config_of(x, [kernel], multiple)) is not None:
-        return _packed_wgmma(x, (kernel,), sizes, tiles, packed)
+        return _wgmma(x, (kernel,), sizes, tiles, packed)
     if isinstance(kernel, QuantisedArray) and (config := _packed_config(x, kernel)) is not None:
         return _packed(x, kernel, sizes, config)
     if (config := expert_wgmma.config_of(x, [kernel], multiple)) is not None:
@@ -91,14 +94,14 @@ def silu_expert_product(
         if (config := expert_wgmma.config_of(x, [gate, up], multiple)) is not None:
             return _wgmma(x, (gate, up), sizes, tiles, config)
     if (packed := expert_packed.config_of(x, [gate, up], multiple)) is not None:
-        return _packed_wgmma(x, (gate, up), sizes, tiles, packed)
+        return _wgmma(x, (gate, up), sizes, tiles, packed)
     if (config := _dequantised_config(x, (gate, up), multiple)) is not None:
         return _wgmma(x, (plain(gate, x.dtype), plain(up, x.dtype)), sizes, tiles, config)
     of_gate, of_up = (expert_product(x, kernel, sizes, multiple, tiles) for kernel in (gate, up))
     return jax.nn.silu(of_gate) * of_up
 
 
-def _dequantised_config(x: jax.Array, kernels: tuple[Kernel, Kernel], multiple: int) -> Any:
+def _dequantised_config(x: jax.Array, kernels: tuple[Kernel, Kernel], multiple: int) -> ExpertProductConfig | None:
     """The launch of `_wgmma` for gate and up, of which quantised ones are dequantised; None if one is multiplied packed
     or both are large."""
     if any(isinstance(kernel, QuantisedArray) and _is_packed(x, kernel, multiple) for kernel in kernels):
@@ -165,10 +168,8 @@ def _packed_config(
     if rows > experts * PACKED_ROWS_OF_EXPERT:
         return None
     return packed_product_config.choose(
-        processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), format=kernel.format,
-        group=kernel.group_size, scale_dtype=jnp.dtype(kernel.scales.dtype).name, dtype=x.dtype.name,
-        x_dtype=x.dtype.name, has_zeros=kernel.zero_points is not None, has_factor=kernel.factor is not None,
-        experts=experts,
+        processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), experts=experts,
+        dtype=x.dtype.name, x_dtype=x.dtype.name, **kernel.form,
     )  # fmt: skip
 
 
@@ -210,11 +211,15 @@ def _packed_jvp(config: Any, primals, tangents):
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
 def _wgmma(
-    x: jax.Array, matrices: tuple[jax.Array, ...], sizes: jax.Array, tiles: jax.Array | None, config: Any
-) -> jax.Array:
-    """The GPU kernel for matrices of 16 bits; of two, `silu_expert_product`. Its derivatives are those of `_dots`.
-    Under vmap it is called once per element."""
-    return expert_wgmma.product(x, matrices, expert_wgmma.tiles_of(sizes, config) if tiles is None else tiles, config)
+    x: jax.Array, matrices: tuple[Kernel, ...], sizes: jax.Array, tiles: jax.Array | None,
+    config: ExpertProductConfig | ExpertPackedConfig,
+) -> jax.Array:  # fmt: skip
+    """The GPU kernel for padded rows, matrices of 16 bits or packed by its config; of two, `silu_expert_product`.
+
+    tiles: None: made from the sizes. Its derivatives are those of `_dots`. Under vmap it is called once per element.
+    """
+    compute: Any = expert_packed.product if isinstance(config, ExpertPackedConfig) else expert_wgmma.product
+    return compute(x, matrices, expert_wgmma.tiles_of(sizes, config) if tiles is None else tiles, config)
 
 
 @_wgmma.defjvp
@@ -223,20 +228,6 @@ def _wgmma_jvp(config: Any, primals, tangents):
 
 
 def _products_of_dots(x: jax.Array, matrices: tuple[Kernel, ...], sizes: jax.Array, _) -> jax.Array:
-    """The formula by which `_wgmma` and `_packed_wgmma` are differentiated."""
+    """The formula by which `_wgmma` is differentiated."""
     products = [_dots(x, matrix, sizes) for matrix in matrices]
     return jax.nn.silu(products[0]) * products[1] if len(products) == 2 else products[0]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(4,))
-def _packed_wgmma(
-    x: jax.Array, matrices: tuple[QuantisedArray, ...], sizes: jax.Array, tiles: jax.Array | None, config: Any
-) -> jax.Array:
-    """The GPU kernel for packed matrices of padded rows; of two, `silu_expert_product`. Its derivatives are those of
-    `_dots`."""
-    return expert_packed.product(x, matrices, sizes, tiles, config)
-
-
-@_packed_wgmma.defjvp
-def _packed_wgmma_jvp(config: Any, primals, tangents):
-    return _packed_wgmma(*primals, config), jax.jvp(_products_of_dots, primals, tangents)[1]

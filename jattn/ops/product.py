@@ -58,10 +58,7 @@ def products(x: jax.Array, kernels: Sequence[Kernel], *, transposed: bool = Fals
 
 def _form(kernel: Kernel) -> tuple:
     """Kernels of one form can be multiplied in one call."""
-    if not isinstance(kernel, QuantisedArray):
-        return ()
-    has_parts = kernel.zero_points is not None, kernel.factor is not None
-    return kernel.format, kernel.axis, kernel.group_size, kernel.scales.dtype, *has_parts
+    return (kernel.axis, *kernel.form.values()) if isinstance(kernel, QuantisedArray) else ()
 
 
 def _choose(x: jax.Array, kernels: Kernels, dtype: Any) -> Implementation:
@@ -216,10 +213,8 @@ def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
         return None
     rows, inner = x.shape
     fields: dict[str, Any] = dict(
-        chip=device.detect().generation, rows=rows, inner=inner, format=first.format,
-        widths=tuple(kernel.shape[-1] for kernel in kernels), group=first.group_size,
-        scale_dtype=jnp.dtype(first.scales.dtype).name, has_zeros=first.zero_points is not None,
-        has_factor=first.factor is not None, dtype=jnp.dtype(dtype).name, x_dtype=x.dtype.name,
+        chip=device.detect().generation, rows=rows, inner=inner, widths=tuple(kernel.shape[-1] for kernel in kernels),
+        dtype=jnp.dtype(dtype).name, x_dtype=x.dtype.name, **first.form,
     )  # fmt: skip
     is_few = rows <= packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]
     of_few_rows = packed_product_config.choose if is_few else lambda processors, **fields: None

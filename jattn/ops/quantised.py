@@ -75,6 +75,14 @@ class QuantisedArray:
         return self.values, self.scales, self.zero_points, self.factor
 
     @property
+    def form(self) -> dict[str, Any]:
+        """How it is stored: the fields of pallas_kernels/gpu/packed_product_config.py's PackedConfig that say so."""
+        return dict(
+            format=self.format, group=self.group_size, scale_dtype=jnp.dtype(self.scales.dtype).name,
+            has_zeros=self.zero_points is not None, has_factor=self.factor is not None,
+        )  # fmt: skip
+
+    @property
     def group_size(self) -> int:
         """Inputs of a group."""
         return self.shape[self.axis] // self.scales.shape[self.axis]
