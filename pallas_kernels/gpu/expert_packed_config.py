@@ -6,7 +6,7 @@ import math
 
 from pallas_kernels.algebra.checks import Reasons
 from pallas_kernels.gpu.expert_product_config import SHARES
-from pallas_kernels.gpu.packed_product_config import BITS, refuse_types
+from pallas_kernels.gpu.packed_product_config import BITS, refuse_groups, refuse_types
 from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, MOST_STAGES, PIECE, SHARED_BYTES, StagedConfig
 
 ROW_TILES = 8, 16, 32, 64, 128, 192, 256
@@ -25,7 +25,7 @@ class ExpertPackedConfig(StagedConfig):
     """
 
     experts: int
-    multiple: int = 8  # of the rows of each expert
+    multiple: int = 8  # of the rows of each expert: the rows of a tile
     ctas: int = 132
 
     @property
@@ -56,7 +56,7 @@ class ExpertPackedConfig(StagedConfig):
     @property
     def tiles(self) -> int:
         """Tiles of rows, used or not."""
-        return self.rows // self.multiple
+        return self.rows // self.tile_rows
 
     @property
     def scale_rows(self) -> int:
@@ -72,7 +72,7 @@ def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
     refuse(c.matrices not in (1, 2) or len(set(c.widths)) != 1, f"widths {c.widths}: wanted one or two equal ones")
     refuse(not 1 <= c.warpgroups <= 4, f"{c.warpgroups} warpgroups: wanted 1 to 4")
-    refuse(c.multiple not in ROW_TILES, f"tiles of {c.multiple} rows: wanted one of {ROW_TILES}")
+    refuse(c.tile_rows not in ROW_TILES, f"tiles of {c.tile_rows} rows: wanted one of {ROW_TILES}")
     refuse(c.depth not in (64, 128), f"stages of {c.depth} inputs: wanted 64 or 128")
     refuse(c.experts < 1, f"{c.experts} experts: wanted 1 or more")
     refuse(c.ctas < 1, f"{c.ctas} CTAs: wanted 1 or more")
@@ -80,17 +80,15 @@ def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
         return reasons
     refuse_types(c, reasons)
     refuse(c.dtype != c.x_dtype, f"results {c.dtype}: wanted those of the rows, {c.x_dtype}")
-    refuse(c.rows <= 0 or c.rows % c.multiple != 0, f"{c.rows} rows: wanted a multiple of {c.multiple}")
+    refuse(c.rows <= 0 or c.rows % c.tile_rows != 0, f"{c.rows} rows: wanted a multiple of {c.tile_rows}")
     refuse(c.inner <= 0 or c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
     refuse(c.width <= 0 or c.width % c.strip != 0, f"width {c.width}: wanted a multiple of {c.strip}")
     is_swizzled = BITS[c.format] == 8
     refuse(is_swizzled and c.strip % PIECE != 0, f"{c.strip} columns of a CTA: wanted a multiple of {PIECE}")
-    if c.scales_sums and not reasons:
-        refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
-        nested = c.group % c.depth == 0 or c.depth % c.group == 0
-        refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")
+    if not reasons:
+        refuse_groups(c, "stage", c.depth, reasons)
     most = most_sums(c.scales_sums)[c.warpgroups]
-    refuse(c.multiple * c.matrices > most, f"sums of {c.multiple} rows, {c.matrices} matrices: wanted {most}")
+    refuse(c.tile_rows * c.matrices > most, f"sums of {c.tile_rows} rows, {c.matrices} matrices: wanted {most}")
     if not reasons:
         refuse(c.stages < 3, f"{c.stages} stages fit, wanted at least 3")
         need = c.stages * c.stage_bytes
@@ -116,7 +114,7 @@ def choose(
 def _divided(base: ExpertPackedConfig, warpgroups: int, depth: int, processors: int) -> ExpertPackedConfig:
     """One division of the work, with as many stages as fit."""
     way = dataclasses.replace(base, warpgroups=warpgroups, depth=depth)
-    if way.inner % depth or (not way.is_whole and way.group % depth and depth % way.group):
+    if not way.has_whole_chunks:
         return way
     stages = min(SHARED_BYTES // way.stage_bytes, MOST_STAGES)
     return dataclasses.replace(way, stages=stages, ctas=max(min(processors, way.tiles * way.strips), 1))

@@ -25,7 +25,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.expert_packed_config import ExpertPackedConfig, supports
-from pallas_kernels.gpu.expert_product_sm90 import each_item
+from pallas_kernels.gpu.expert_product_sm90 import each_free_stage, each_item
 from pallas_kernels.gpu.gates import gated
 from pallas_kernels.gpu.packed_codes_sm90 import unit_of_scaled
 from pallas_kernels.gpu.packed_wgmma_config import COLUMNS
@@ -51,17 +51,17 @@ def expert_packed_product(
     packed_sums.check_operands(c, x, matrices, c.experts)
     if (tiles.shape, tiles.dtype) != ((1 + c.tiles, 3), jnp.int32):
         raise ValueError(f"tiles {tiles.dtype.name}{list(tiles.shape)} must be int32[{1 + c.tiles}, 3]")
-    flat = [array for matrix in matrices for array in matrix if array is not None]
 
     def expert_packed_product(tiles, x, *refs):  # the kernel's name in a profile
         *refs, out = refs
-        arrays = [refs[c.arrays * i : c.arrays * (i + 1)] for i in range(c.matrices)]
-        pl.run_scoped(functools.partial(_cta, c, tiles, x, arrays, out), _shared(c), collective_axes="wg")
+        run = functools.partial(_cta, c, tiles, x, packed_sums.of_each(c, refs), out)
+        pl.run_scoped(run, _shared(c), collective_axes="wg")
 
     mesh = plgpu.Mesh(grid=(c.ctas,), grid_names=("cta",), num_threads=c.warpgroups + 1, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     out = jax.ShapeDtypeStruct((c.rows, c.width), x.dtype)
-    return pl.kernel(expert_packed_product, out_type=out, mesh=mesh, compiler_params=params)(tiles, x, *flat)
+    call = pl.kernel(expert_packed_product, out_type=out, mesh=mesh, compiler_params=params)
+    return call(tiles, x, *packed_sums.joined(matrices))
 
 
 def _shared(c: ExpertPackedConfig) -> dict:
@@ -85,20 +85,15 @@ def _cta(c: ExpertPackedConfig, tiles, x, arrays: Sequence, out, smem: dict):
 
 
 def _load(c: ExpertPackedConfig, tiles, x, arrays: Sequence, smem: dict):
-    """The warpgroup that loads: x and the matrices of all items, as far ahead as there are stages."""
+    """The warpgroup that loads: x and the matrices."""
 
-    def item(expert, row, column, first, _):
-        @pl.loop(0, c.chunks)
-        def _(chunk):
-            step = first + chunk
-            slot, at_inner = lax.rem(step, jnp.int32(c.stages)), pl.ds(chunk * c.depth, c.depth)
-            when(step >= c.stages)(lambda: plgpu.barrier_wait(smem["free"].at[slot]))
-            full = smem["full"].at[slot]
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(row, c.tile_rows), at_inner], smem["tokens"].at[slot], full)
-            for matrix, stages in zip(arrays, smem["matrices"], strict=True):
-                packed.copy_matrix(c, matrix, (expert,), column, stages, full, chunk, slot)
+    def copy(expert, row, column, chunk, at_inner, slot):
+        full = smem["full"].at[slot]
+        plgpu.copy_gmem_to_smem(x.at[pl.ds(row, c.tile_rows), at_inner], smem["tokens"].at[slot], full)
+        for matrix, stages in zip(arrays, smem["matrices"], strict=True):
+            packed.copy_matrix(c, matrix, (expert,), column, stages, full, chunk, slot)
 
-    each_item(c, tiles, item)
+    each_free_stage(c, tiles, smem["free"], c.depth, copy)
 
 
 def _compute(c: ExpertPackedConfig, tiles, factors: Sequence, out, smem: dict, wg):

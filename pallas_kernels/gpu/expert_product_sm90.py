@@ -116,23 +116,33 @@ def each_item(c: Any, tiles, body: Callable):
         body(expert, tile * c.tile_rows, strip * c.strip, turn * c.chunks, turns * c.chunks)
 
 
-def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
-    """The warpgroup that loads: x and the matrices of all items, as far ahead as there are stages."""
+def each_free_stage(c: Any, tiles, free, depth: int, copy: Callable):
+    """copy(expert, first row, first column, chunk, inputs of the chunk, stage) for all steps of this CTA's items.
+
+    Each waits until its stage is free, so that the warpgroup that loads is as far ahead as there are stages.
+    """
 
     def item(expert, row, column, first, _):
-        at_rows, at_columns = pl.ds(row, c.tile_rows), pl.ds(column, c.strip)
-
         @pl.loop(0, c.chunks)
         def _(chunk):
             step = first + chunk
-            slot, at_inner = lax.rem(step, jnp.int32(c.stages)), pl.ds(chunk * DEPTH, DEPTH)
-            when(step >= c.stages)(lambda: plgpu.barrier_wait(smem["free"].at[slot]))
-            send = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], smem["full"].at[slot])
-            send(x.at[at_rows, at_inner], smem["tokens"])
-            for matrix, stages in zip(matrices, smem["matrices"], strict=True):
-                send(matrix.at[expert, at_inner, at_columns], stages)
+            slot, at_inner = lax.rem(step, jnp.int32(c.stages)), pl.ds(chunk * depth, depth)
+            when(step >= c.stages)(lambda: plgpu.barrier_wait(free.at[slot]))
+            copy(expert, row, column, chunk, at_inner, slot)
 
     each_item(c, tiles, item)
+
+
+def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
+    """The warpgroup that loads: x and the matrices."""
+
+    def copy(expert, row, column, _, at_inner, slot):
+        send = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], smem["full"].at[slot])
+        send(x.at[pl.ds(row, c.tile_rows), at_inner], smem["tokens"])
+        for matrix, stages in zip(matrices, smem["matrices"], strict=True):
+            send(matrix.at[expert, at_inner, pl.ds(column, c.strip)], stages)
+
+    each_free_stage(c, tiles, smem["free"], DEPTH, copy)
 
 
 def _compute(c: ExpertProductConfig, join: Callable, tiles, out, smem: dict, wg):

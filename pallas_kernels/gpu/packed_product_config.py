@@ -1,4 +1,4 @@
-"""What is static about one launch of packed_product_sm90.py."""
+"""PackedConfig: what all launches for packed matrices share; PackedProductConfig: one of packed_product_sm90.py."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ For gate and up of 8B these take 145 and 228 us for 128 rows of int4, 139 and 22
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackedConfig:
-    """y = x w for matrices w of one form, by either kernel; hashable. Not checked: `supports` says what it serves."""
+    """y = x w for matrices w of one form; hashable. Not checked: `supports` of each kernel says what it serves."""
 
     rows: int  # T; of tiles of experts: the rows that all of them have together
     inner: int
@@ -197,13 +197,22 @@ class PackedProductConfig(PackedConfig):
 
 
 def refuse_types(config: PackedConfig, reasons: Reasons) -> None:
-    """Adds the reasons against types that neither kernel serves."""
+    """Adds the reasons against types that no kernel serves."""
     c, refuse = config, reasons.refuse
     is_known = c.scale_dtype in ("float32", "bfloat16", "float16") or c.scales_codes
     refuse(not is_known, f"scales {c.scale_dtype}: wanted floats of 16 or 32 bits, or e4m3 of fp4 in groups of 16")
     refuse(c.dtype not in ("float32", "bfloat16", "float16"), f"results {c.dtype}: wanted floats of 16 or 32 bits")
     refuse(c.x_dtype not in ("bfloat16", "float16"), f"rows {c.x_dtype}: wanted floats of 16 bits")
     refuse(c.has_zeros and not c.format.startswith("int"), f"zero points of {c.format}: only integers have them")
+
+
+def refuse_groups(config: PackedConfig, name: str, inputs: int, reasons: Reasons) -> None:
+    """Adds the reasons against groups whose sums are scaled. name: of what takes so many inputs at a time."""
+    c, refuse = config, reasons.refuse
+    if c.scales_sums:
+        refuse(c.inner % c.group != 0 or c.group % BLOCK != 0, f"groups of {c.group}: wanted multiples of {BLOCK}")
+        nested = c.group % inputs == 0 or inputs % c.group == 0
+        refuse(not nested, f"groups of {c.group}: a {name} of {inputs} inputs has parts of some")
 
 
 def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
@@ -216,10 +225,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
         return reasons
     refuse_types(c, reasons)
     refuse(c.inner % (BLOCK * c.unroll) != 0, f"inner {c.inner}: wanted a multiple of {BLOCK * c.unroll}")
-    if c.scales_sums:
-        refuse(c.inner % c.group != 0 or c.group % BLOCK != 0, f"groups of {c.group}: wanted multiples of {BLOCK}")
-        nested = c.group % (BLOCK * c.unroll) == 0 or (BLOCK * c.unroll) % c.group == 0
-        refuse(not nested, f"groups of {c.group}: a step of {BLOCK * c.unroll} inputs has parts of some")
+    refuse_groups(c, "step", BLOCK * c.unroll, reasons)
     refuse(any(w % c.columns or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {c.columns}")
     refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
     if not reasons:  # groups of less than a block have no runs

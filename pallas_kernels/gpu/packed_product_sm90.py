@@ -10,8 +10,9 @@ columns of w, its columns tokens. A product does not depend on the order of its 
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
-Sums are scaled in float32 at the end of each group. Codes of NVFP4 are multiplied by their scales before mma instead:
-groups of 16 are smaller than a block, and the products are exact. The 8 inputs of a thread are of one group.
+Sums are scaled in float32 at the end of each group. Codes of NVFP4, and of MXFP4 with rows of bfloat16, are multiplied
+by their scales before mma instead, because these products are exact. Groups of 16 are smaller than a block, and the 8
+inputs of a thread are of one group.
 
 Warps of a CTA and the CTAs of a cluster share the inner dimension. They write their sums to shared memory, and each
 adds up some of them, always in the same order.
@@ -47,7 +48,6 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
         raise NotImplementedError("; ".join(reasons))
     packed_sums.check_operands(c, x, matrices, c.experts)
     out_type = jax.ShapeDtypeStruct((x.shape[0], c.joined_width), jnp.dtype(c.dtype))
-    flat = [array for matrix in matrices for array in matrix if array is not None]
     given = [x] if tiles is None else [x, tiles]
 
     def packed_product(*refs):  # the kernel's name in a profile
@@ -65,7 +65,7 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
     )  # fmt: skip
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(packed_product, out_type=out_type, mesh=mesh, compiler_params=params, name="packed_product")
-    return packed_sums.apart(c, call(*given, *flat))
+    return packed_sums.apart(c, call(*given, *packed_sums.joined(matrices)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
     else:
         expert, row = None, ptx.mul(tile, cfg.tile_rows)
         count = arith.minsi(ptx.i32(cfg.tile_rows), arith.subi(ptx.i32(cfg.rows), row))
-    arrays = [rest[cfg.arrays * i : cfg.arrays * (i + 1)] for i in range(len(cfg.widths))]
+    arrays = packed_sums.of_each(cfg, rest)
     select = functools.partial(packed_sums.of_matrix, cfg, strip)
 
     def address(i: int, bytes_of_column: int):

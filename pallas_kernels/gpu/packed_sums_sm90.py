@@ -1,9 +1,9 @@
-"""The end of a product with packed matrices, sums in shared memory -> y in GMEM, and what both of its kernels share.
+"""The end of a product with packed matrices, sums in shared memory -> y in GMEM, and what all of its kernels share.
 
 Warps of a CTA and the CTAs of a cluster share the inner dimension. Each CTA has its sums in shared memory as floats
 [along, tile_rows, pitch]. All threads of the cluster add up some of them, always in the same order.
 
-A config is a PackedProductConfig or a PackedWgmmaConfig.
+A config is a PackedProductConfig or a PackedWgmmaConfig; of `check_operands` and `of_each` any PackedConfig.
 """
 
 import dataclasses
@@ -40,6 +40,16 @@ def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int =
         if (array.shape, array.dtype.name) != (shape, dtype):
             seen = f"{name} {array.dtype.name}{list(array.shape)}"
             raise ValueError(f"{seen} must be {dtype}{list(shape)} in a packed product of {cfg.inner} inputs")
+
+
+def joined(matrices: Sequence[Packed]) -> list[jax.Array]:
+    """The arrays of all matrices, one matrix after the other, as a kernel takes them."""
+    return [array for matrix in matrices for array in matrix if array is not None]
+
+
+def of_each(cfg, arrays: Sequence) -> list[Sequence]:
+    """What `joined` joined, of each matrix."""
+    return [arrays[cfg.arrays * i : cfg.arrays * (i + 1)] for i in range(len(cfg.widths))]
 
 
 def apart(cfg, y: jax.Array) -> tuple[jax.Array, ...]:

@@ -1,10 +1,17 @@
-"""What is static about one launch of packed_wgmma_sm90.py."""
+"""PackedWgmmaConfig: a launch of packed_wgmma_sm90.py; StagedConfig: what it shares with expert_packed_config.py."""
 
 import dataclasses
 import functools
 
 from pallas_kernels.algebra.checks import Reasons
-from pallas_kernels.gpu.packed_product_config import BITS, ITEM_BYTES, MAX_SPLITS, PackedConfig, refuse_types
+from pallas_kernels.gpu.packed_product_config import (
+    BITS,
+    ITEM_BYTES,
+    MAX_SPLITS,
+    PackedConfig,
+    refuse_groups,
+    refuse_types,
+)
 
 COLUMNS = 64  # of a warpgroup: the rows of wgmma
 PIECE = 128  # columns of 8 bits that TMA swizzles in shared memory
@@ -43,6 +50,12 @@ class StagedConfig(PackedConfig):
     def chunks(self) -> int:
         """Steps of the loop over the inner dimension; each takes `depth` inputs."""
         return self.inner // self.depth
+
+    @property
+    def has_whole_chunks(self) -> bool:
+        """Do chunks divide the inner dimension, and is each a part of a group, or some groups?"""
+        nested = self.is_whole or self.group % self.depth == 0 or self.depth % self.group == 0
+        return self.inner % self.depth == 0 and nested
 
     @property
     def run(self) -> int:
@@ -126,10 +139,7 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
         return reasons
     refuse_types(c, reasons)
     refuse(c.inner % c.depth != 0, f"inner {c.inner}: wanted a multiple of {c.depth}")
-    if c.scales_sums:
-        refuse(c.inner % c.group != 0 or c.group % 32 != 0, f"groups of {c.group}: wanted multiples of 32")
-        nested = c.group % c.depth == 0 or c.depth % c.group == 0
-        refuse(not nested, f"groups of {c.group}: a stage of {c.depth} inputs has parts of some")
+    refuse_groups(c, "stage", c.depth, reasons)
     whole = all(w > 0 and w % c.strip == 0 for w in c.widths)  # parts of a strip have not been tried on a card
     refuse(not whole, f"widths {c.widths}: wanted multiples of the {c.strip} columns of a CTA")
     refuse(not 1 <= c.splits <= min(c.chunks, MAX_SPLITS), f"{c.splits} CTAs of a cluster for {c.chunks} stages")
@@ -176,7 +186,7 @@ def fewest_rows(config: PackedWgmmaConfig) -> int:
 def _divided(base: PackedWgmmaConfig, most_rows: int, warpgroups: int, depth: int, splits: int) -> PackedWgmmaConfig:
     """One division of the work, with as many stages as fit, or as its steps and the sums need."""
     way = dataclasses.replace(base, most_rows=most_rows, warpgroups=warpgroups, depth=depth, splits=splits)
-    if way.inner % depth or (not way.is_whole and way.group % depth and depth % way.group):
+    if not way.has_whole_chunks:
         return way
     limit = SHARED_BYTES if warpgroups == 4 or most_rows == WIDE_TILE_ROWS else SHARED_BYTES_OF_TWO
     for_sums = -(-way.sum_bytes // max(way.value_bytes, way.token_bytes))
@@ -198,7 +208,9 @@ UNIT_OF_STAGE = 3.3
 divided by the depth of a stage. Of wide tiles an SM has one CTA, with less to do meanwhile (an H100, 2026-11-28)."""
 UNIT_OF_FORMAT = {"int8": -0.008, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
 UNIT_OF_SMALL_GROUP = 0.023  # with groups of 32
-UNIT_OF_NVFP4 = 0.01  # not measured: a stage of 128 inputs and 64 rows has 377 instructions, of int4 364, of MXFP4 626
+UNIT_OF_SCALED_CODES = 0.01
+"""In place of that of fp4, where codes are multiplied by their scales. Not measured: a stage of 128 inputs and 64 rows
+of NVFP4 has 377 instructions, of int4 364, of MXFP4 with scaled sums 626."""
 
 
 def cost(config: PackedWgmmaConfig, processors: int) -> float:
@@ -217,7 +229,7 @@ def cost(config: PackedWgmmaConfig, processors: int) -> float:
     rounds = -(-ctas // most)
     busiest = slots * (rounds - 1) + min(-(-(ctas - most * (rounds - 1)) // alone), slots)
     unit = UNIT[c.most_rows] + UNIT_OF_ROW[c.most_rows] * c.tile_rows
-    unit += UNIT_OF_STAGE / c.depth + (UNIT_OF_NVFP4 if c.scales_codes else UNIT_OF_FORMAT[c.format])
+    unit += UNIT_OF_STAGE / c.depth + (UNIT_OF_SCALED_CODES if c.scales_codes else UNIT_OF_FORMAT[c.format])
     unit += UNIT_OF_SMALL_GROUP if c.group == 32 else 0
     work = busiest * c.warpgroups * -(-c.chunks // c.splits) * c.depth / 64 * unit
     work *= LARGE_CLUSTERS if c.splits > 4 and rounds > 2 else 1

@@ -9,9 +9,9 @@ stage, a part of shared memory. The stages are a ring: as many chunks are on the
 turns the codes of its 64 columns into the dtype of x in registers, in which they are exact: the first operand of
 wgmma. While one warpgroup decodes, the tensor cores multiply for another. Of each 16 columns, a thread (g = lane / 4,
 t = lane % 4) has columns 2 g and 2 g + 1, as rows g and g + 8 of wgmma, so that it reads neighbours. Sums are scaled in
-float32 at the end of each group; codes of NVFP4 and MXFP4 are multiplied by their scales instead, and sums stay in
-registers. A CTA has up to 64 rows of x, or up to 128 where it has two warpgroups, which have the registers for it:
-codes are then decoded once for twice as many rows.
+float32 at the end of each group. Codes of NVFP4, and of MXFP4 with rows of bfloat16, are multiplied by their scales
+instead, and the sums of all groups stay in wgmma's accumulator. A CTA has up to 64 rows of x, or up to 128 where it has
+two warpgroups, which have the registers for it: codes are then decoded once for twice as many rows.
 
 Warpgroup w starts the copies to the stages w, w + warpgroups and so on. It refills a stage one step after all
 warpgroups have read it, so that it rarely waits. CTAs of a cluster share the inner dimension (packed_sums_sm90.py).
@@ -46,12 +46,11 @@ def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...],
         raise NotImplementedError("; ".join(reasons))
     packed_sums.check_operands(c, x, matrices)
     out_type = jax.ShapeDtypeStruct((c.rows, c.joined_width), jnp.dtype(c.dtype))
-    flat = [array for matrix in matrices for array in matrix if array is not None]
 
     def packed_product_wgmma(x, *refs):  # the kernel's name in a profile
         *refs, out = refs
-        arrays = [refs[c.arrays * i : c.arrays * (i + 1)] for i in range(len(c.widths))]
-        pl.run_scoped(functools.partial(_product, c, x, arrays, out), _shared(c), collective_axes="wg")
+        run = functools.partial(_product, c, x, packed_sums.of_each(c, refs), out)
+        pl.run_scoped(run, _shared(c), collective_axes="wg")
 
     mesh = plgpu.Mesh(
         grid=(c.strips, c.tiles), grid_names=("strip", "tile"), cluster=(c.splits,), cluster_names=("split",),
@@ -59,7 +58,8 @@ def packed_product_wgmma(x: jax.Array, matrices: tuple[packed_sums.Packed, ...],
     )  # fmt: skip
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(packed_product_wgmma, out_type=out_type, mesh=mesh, compiler_params=params)
-    return packed_sums.apart(c, call(jnp.pad(x, ((0, c.tiles * c.tile_rows - c.rows), (0, 0))), *flat))
+    x = jnp.pad(x, ((0, c.tiles * c.tile_rows - c.rows), (0, 0)))
+    return packed_sums.apart(c, call(x, *packed_sums.joined(matrices)))
 
 
 def _transforms(cfg: StagedConfig, name: str) -> tuple:
@@ -79,12 +79,12 @@ def _ref_type(cfg: StagedConfig, name: str):
 
 
 def _shared(cfg: PackedWgmmaConfig) -> dict:
-    """The shared memory of a CTA."""
+    """The shared memory and the barriers of a CTA."""
     return matrix_stages(cfg) | row_stages(cfg) | stage_barriers(cfg)
 
 
 def matrix_stages(cfg: StagedConfig) -> dict:
-    """What the stages hold of a matrix."""
+    """The shared memory for the stages of a matrix."""
     value = {"int8": jnp.int8, "fp8": jnp.uint8}.get(cfg.format, jnp.uint32)
     tile = functools.partial(plgpu.SMEM, transforms=_transforms(cfg, "values"))
     found = dict(values=tile((cfg.stages, cfg.value_rows, cfg.strip), value))
@@ -96,7 +96,7 @@ def matrix_stages(cfg: StagedConfig) -> dict:
 
 
 def row_stages(cfg: StagedConfig) -> dict:
-    """What the stages hold of the rows of x."""
+    """The shared memory for the stages of x."""
     shape, transforms = (cfg.stages, cfg.tile_rows, cfg.depth), _transforms(cfg, "tokens")
     return dict(tokens=plgpu.SMEM(shape, jnp.dtype(cfg.x_dtype), transforms=transforms))
 
