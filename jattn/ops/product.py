@@ -68,11 +68,12 @@ def _choose(x: jax.Array, kernels: Kernels, dtype: Any) -> Implementation:
 
 
 def _packed_or_plain(x: jax.Array, kernels: Kernels, dtype: Any) -> Kernels:
-    """On a GPU, quantised matrices that no kernel takes packed are dequantised, and then go the way of plain ones."""
+    """On a GPU, quantised matrices that no kernel takes packed are dequantised, so that launches for plain ones take
+    them."""
     if device.detect().platform != "gpu":
         return kernels
-    is_packed = lambda kernel: isinstance(kernel, QuantisedArray) and _choose(x, (kernel,), dtype).name != "dot"
-    return tuple(kernel if is_packed(kernel) else plain(kernel, x.dtype) for kernel in kernels)
+    is_by_dot = lambda kernel: _choose(x, (kernel,), dtype).compute is _dots
+    return tuple(plain(kernel, x.dtype) if is_by_dot(kernel) else kernel for kernel in kernels)
 
 
 def varying_as(y: jax.Array, operands: Any) -> jax.Array:

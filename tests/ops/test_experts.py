@@ -374,10 +374,10 @@ def test_where_hopper_multiplies_padded_rows_packed(monkeypatch, form, shape, to
     on_hopper(monkeypatch)
     matrices = packed_experts(form, *shape)
     assert {n: experts.row_multiple(n * top, jnp.bfloat16, matrices) for n in wanted} == wanted
-    many = experts.row_multiple(65536 * top, jnp.bfloat16, matrices)
-    x = jax.ShapeDtypeStruct((many * 65536 * top // many, shape[1]), jnp.bfloat16)
-    is_dequantised = many > 1 and experts.expert_packed.config_of(x, matrices[:1], many) is None
-    assert is_dequantised == (form == FP8)  # the sums of MXFP4 are not scaled
+    many = 65536 * top
+    is_packed = experts.expert_packed.row_multiple(many, "bfloat16", matrices) > 1
+    assert is_packed == (form == MXFP4)  # its sums are not scaled
+    assert experts.row_multiple(many, jnp.bfloat16, matrices) > 1  # those of fp8 are padded and dequantised
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4"])

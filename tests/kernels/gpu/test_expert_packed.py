@@ -207,7 +207,7 @@ def test_refuses_with_every_reason():
 @pytest.mark.parametrize(
     ("model", "form", "matrices", "tokens"),
     [("Qwen3 30B-A3B", "fp8 blocks", 2, 64), ("gpt-oss 20B", "MXFP4", 1, 256), ("Mixtral 8x7B", "AWQ", 1, 2048),
-     ("DeepSeek V3", "int8", 2, 2048), ("OLMoE", "int4 of 32", 2, 300)],
+     ("DeepSeek V3", "int8", 2, 2048), ("OLMoE", "int4 of 32", 2, 300), ("OLMoE", "NVFP4", 2, 300)],
 )  # fmt: skip
 def test_it_lowers_for_cuda(model, form, matrices, tokens):
     config = chosen(model, tokens, form, False, matrices)
@@ -216,7 +216,8 @@ def test_it_lowers_for_cuda(model, form, matrices, tokens):
     e, i, w = config.experts, config.inner, config.width
     codes = {"int8": jnp.int8, "fp8": jnp.uint8}.get(config.format, jnp.uint32)
     matrix = array((e, i // 8 if four else i, w), codes), array((e, i // config.group, w), config.scale_dtype)
-    matrix += (array((e, i // config.group, w), jnp.int8) if config.has_zeros else None, None)
+    matrix += (array((e, i // config.group, w), jnp.int8) if config.has_zeros else None,)
+    matrix += (array((e, 1, w), jnp.float32) if config.has_factor else None,)
     run = lambda x, tiles, matrices: kernel.expert_packed_product(x, matrices, tiles, config)
     check = jax.export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")
     export = jax.export.export(jax.jit(run), platforms=["cuda"], disabled_checks=[check])(
