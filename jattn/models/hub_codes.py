@@ -80,7 +80,7 @@ def nvfp4(
 ) -> Decoded:
     """NVFP4: e2m1, two in a byte with the first in the low bits; e4m3 scales of groups, and one of the whole weight.
 
-    name: the ending of the last one. is_divisor: are the scales of groups divided by it? Else they are multiplied.
+    name: the ending of the last one. is_divisor: are scales of groups divided by it? Else they are multiplied by it.
     """
     check_matrices(codes=codes, scales=scales)
     if codes.dtype != np.uint8:

@@ -18,7 +18,7 @@ from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
 from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, plain
 
 SCALES = ("float16", "bfloat16", "float32")
-"""Dtypes of scales that have no factor."""
+"""Dtypes of scales that have no factor beside them."""
 
 CACHE_SCALES = (
     ".k_scale", ".v_scale", ".kv_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".q_zero_point",
@@ -34,7 +34,7 @@ WHOLE = -1
 @dataclasses.dataclass(frozen=True)
 class Decoded:
     """A weight [out, in] as torch orders it: its codes, scales [out, groups], zero points int8 [out, groups] and factor
-    float32 [out, 1], as of a QuantisedArray."""
+    float32 [out, 1], which mean what they mean in a QuantisedArray."""
 
     codes: np.ndarray  # int8; uint8 of fp8; of 4 bits uint32 [out, in / 8], as in QuantisedArray
     scales: np.ndarray

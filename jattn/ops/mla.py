@@ -301,8 +301,8 @@ def _product_dtype(cache: PagedKV, params: MLAParams) -> Any:
 
 
 def _factor_dtype(*factors: jax.Array) -> Any:
-    """That in which they are multiplied: their own if it is one of 16 bits, whose products are exact in float32; else
-    float32. XLA:CPU has such products on some CPUs only."""
+    """The dtype in which arrays are multiplied: their own if all have the same one of 16 bits, whose products are exact
+    in float32; else float32. XLA:CPU multiplies 16 bits in batches on some CPUs only, so there it is float32."""
     dtypes = {x.dtype for x in factors}
     is_small = len(dtypes) == 1 and factors[0].dtype.itemsize == 2 and device.detect().platform != "cpu"
     return factors[0].dtype if is_small else jnp.float32
@@ -326,7 +326,7 @@ def projected_values(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def _per_head(x: jax.Array, w: jax.Array, dtype: str) -> jax.Array:
-    """f32[T H b]: x [T H a] times the matrix of each head, w [H a b]. dtype: to which the result will be rounded.
+    """f32[T H b]: x [T H a] times the matrix of each head, w [H a b]. dtype: to which the caller rounds the result.
 
     With bfloat16 matrices, rows of another dtype become pairs of bfloat16 rows: exact for float16; for float32 with an
     error of 2**-17, only where the result is rounded to 16 bits. Derivatives are those of float32 factors.
@@ -346,14 +346,14 @@ def _per_head_jvp(dtype: str, primals, tangents):
 
 
 def _heads_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """The products of the heads one after the other, as XLA multiplies them: then rows are transposed, and not single
-    numbers. On a CPU with 2 to 8 rows this is up to ten times as fast as in the order [T H b]."""
+    """f32[T H b] by one batched product [H T b], as XLA computes it: then rows are transposed and not single numbers.
+    On a CPU with 2 to 8 rows this is up to ten times as fast as a product in the order [T H b]."""
     return jnp.swapaxes(einsum("tha,hab->htb", x, w), 0, 1)
 
 
 def _two_bfloat16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(f32 x rounded, the rest rounded), as bfloat16. XLA:GPU leaves out a conversion to bfloat16 and back, but not
-    reduce_precision."""
+    """(f32 x rounded, the rest rounded), as bfloat16. XLA:GPU leaves out a conversion to bfloat16 and back, without
+    which the rest would be 0, but not reduce_precision."""
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Does XLA's partitioner divide a function? Then custom calls, and cuts across a divided axis, must be avoided."""
+"""Whether XLA's partitioner divides a function. It gathers the operands of custom calls, and of cuts across an axis."""
 
 import jax
 

@@ -39,7 +39,7 @@ PACKED = 8
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place of each of these codes, from the lowest four bits. The halves of a word hold even and odd inputs."""
 PARTS = 4
-"""Arrays that XLA:GPU concatenates in one kernel with a thread for an element of each: four at most."""
+"""Arrays of a concatenation of which XLA:GPU computes an element each in one thread: four at most."""
 
 
 @pytree
@@ -71,7 +71,7 @@ class QuantisedArray:
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
-        """What kernels take."""
+        """The arrays of the matrix, as kernels take them."""
         return self.values, self.scales, self.zero_points, self.factor
 
     @property
@@ -100,7 +100,7 @@ class QuantisedArray:
 
         XLA:GPU computes element i of up to four concatenated arrays in one thread, and four elements of each if four
         divides their width. Here each has a quarter of the rows of a word or of a group: a thread has 16 numbers
-        instead of 4, reads the scales once for four rows, and a word of codes twice instead of eight times.
+        instead of 4, and reads a scale once for four rows and a word of codes twice instead of eight times.
         """
         *lead, groups, out = self.scales.shape
         axis = self.ndim - 1
@@ -142,8 +142,8 @@ def plain(weight: "jax.Array | QuantisedArray", dtype: Any = None) -> jax.Array:
     """The weight as an array; a quantised one dequantised to a dtype."""
     if not isinstance(weight, QuantisedArray):
         return weight
-    has_parts = weight.axis == -2 and weight.group_size % PACKED == 0
-    if has_parts and device.detect().platform == "gpu" and not is_partitioned():
+    is_divisible = weight.axis == -2 and weight.group_size % PACKED == 0
+    if is_divisible and device.detect().platform == "gpu" and not is_partitioned():
         return weight.dequantise_in_parts(dtype)
     return weight.dequantise(dtype)
 
