@@ -5,8 +5,9 @@
 Rows of `products` are of the launches of one layer, gate and up with their activation and down; `xla_us` is the same by
 `jax.lax.ragged_dot`, where its temporary memory (choices times experts times inputs) is at most 8 GB. `floor_us` is the
 longer of reading the chosen experts' weights at 4.68 TB/s (3.3 on an H100) and of multiplying at 700 TFLOP/s. `err` is
-the largest error over the largest value, of sampled rows. Rows of `packed` are the same of quantised matrices, rows of
-`layer` of a whole layer with its router, rows of `tune` of other tiles than the chosen ones.
+the largest error over the largest value, of sampled rows. Rows of `packed` are those of `products` with quantised
+matrices, without `xla_us`, rows of `layer` of a whole layer with its router, rows of `tune` of other tiles than the
+chosen ones.
 """
 
 import dataclasses

@@ -88,7 +88,7 @@ def test_codes_of_4_bits_need_no_table(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_on_a_gpu_a_matrix_is_dequantised_in_parts_to_the_same_bits(format, zeros, lead, monkeypatch):
     monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_80"))
-    one = drawn(format, 96, 12, 24, zeros=zeros, scales="bfloat16")[0]
+    one = drawn(format, 96, 12, 24, zeros=zeros, factor=not zeros, scales="bfloat16")[0]
     weight = jax.tree.map(lambda x: jnp.broadcast_to(x, (*lead, *x.shape)) if lead else x, one)
     for dtype in ("float32", "bfloat16"):
         found = jax.jit(plain, static_argnums=1)(weight, dtype)
