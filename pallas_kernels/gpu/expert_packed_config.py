@@ -9,6 +9,7 @@ from pallas_kernels.gpu.expert_product_config import SHARES
 from pallas_kernels.gpu.packed_product_config import BITS, refuse_groups, refuse_types
 from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, MOST_STAGES, PIECE, SHARED_BYTES, StagedConfig
 
+COPY_BYTES = 128  # of shared memory: a copy by TMA begins at a multiple, and Mosaic wants it to have one
 ROW_TILES = 8, 16, 32, 64, 128, 192, 256
 MOST_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
 MOST_KEPT_SUMS = {1: 256, 2: 256, 3: 128, 4: 128}
@@ -87,6 +88,8 @@ def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(is_swizzled and c.strip % PIECE != 0, f"{c.strip} columns of a CTA: wanted a multiple of {PIECE}")
     if not reasons:
         refuse_groups(c, "stage", c.depth, reasons)
+    of_zeros = c.zero_rows * c.strip
+    refuse(of_zeros % COPY_BYTES != 0, f"{of_zeros} zero points of a stage: wanted a multiple of {COPY_BYTES}")
     most = most_sums(c.scales_sums)[c.warpgroups]
     refuse(c.tile_rows * c.matrices > most, f"sums of {c.tile_rows} rows, {c.matrices} matrices: wanted {most}")
     if not reasons:

@@ -32,6 +32,7 @@ INTERPRETS = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
 FORMS = {
     "int4": dict(format="int4", group=64, scale_dtype="bfloat16"),
     "AWQ": dict(format="int4", group=128, scale_dtype="float16", has_zeros=True),
+    "AWQ of 64": dict(format="int4", group=64, scale_dtype="float16", has_zeros=True),
     "int4 of 32": dict(format="int4", group=32, scale_dtype="bfloat16"),
     "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16"),
     "NVFP4": dict(format="fp4", group=16, scale_dtype="float8_e4m3fn", has_factor=True),
@@ -139,6 +140,7 @@ MODELS = {  # experts, experts of a token, hidden, width
     "Mixtral 8x7B": (8, 2, 4096, 14336),
     "OLMoE": (64, 8, 2048, 1024),
     "hidden 320": (4, 2, 320, 448),
+    "hidden 640": (4, 2, 640, 896),
 }
 
 
@@ -166,7 +168,10 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(model, form):
             assert not supports(config) and cost(config) > 0
             assert config.stages >= 3 and config.stages * config.stage_bytes <= SHARED_BYTES
             assert config.ctas <= 132 and cost(config, 1) <= cost(config)
-    group = FORMS[form]["group"]
+            for stage in packed.matrix_stages(config).values():  # a copy by TMA has a multiple of 128 bytes
+                assert np.prod(stage.shape[1:]) * stage.dtype.itemsize % 128 == 0
+    group, has_zeros = FORMS[form]["group"], "has_zeros" in FORMS[form]
+    is_served &= not has_zeros or all(n % 128 == 0 for n in inner_widths)
     if is_served and all(n % max(group, 64) == 0 for n in inner_widths):
         assert None not in found
 
@@ -191,6 +196,9 @@ def test_refuses_with_every_reason():
         assert len(supports(dataclasses.replace(config, **{field: value}))) == 1, field
     (reason,) = supports(dataclasses.replace(config, warpgroups=1, widths=(64,)))
     assert reason == "64 columns of a CTA: wanted a multiple of 128"
+    of_zeros = dict(format="int4", group=128, has_zeros=True, widths=(192,), warpgroups=3)
+    (reason,) = supports(dataclasses.replace(config, **of_zeros))
+    assert reason == "192 zero points of a stage: wanted a multiple of 128"
     (reason,) = supports(dataclasses.replace(config, multiple=128, rows=128, widths=(256, 256)))
     assert reason == "sums of 128 rows, 2 matrices: wanted 128"
     (reason,) = supports(dataclasses.replace(config, stages=13))
@@ -207,7 +215,8 @@ def test_refuses_with_every_reason():
 @pytest.mark.parametrize(
     ("model", "form", "matrices", "tokens"),
     [("Qwen3 30B-A3B", "fp8 blocks", 2, 64), ("gpt-oss 20B", "MXFP4", 1, 256), ("Mixtral 8x7B", "AWQ", 1, 2048),
-     ("DeepSeek V3", "int8", 2, 2048), ("OLMoE", "int4 of 32", 2, 300), ("OLMoE", "NVFP4", 2, 300)],
+     ("DeepSeek V3", "int8", 2, 2048), ("OLMoE", "int4 of 32", 2, 300), ("OLMoE", "NVFP4", 2, 300),
+     ("OLMoE", "AWQ", 1, 1)],
 )  # fmt: skip
 def test_it_lowers_for_cuda(model, form, matrices, tokens):
     config = chosen(model, tokens, form, False, matrices)
