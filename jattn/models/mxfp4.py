@@ -9,6 +9,8 @@ import numpy as np
 from jattn.models.placing import placed
 from jattn.ops.quantised import PACKED, QuantisedArray, in_places
 
+LARGEST = 127 + 63  # of the stored scales, see packed_codes_sm90.unit_of_scaled
+
 
 def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedArray:
     """Some outputs of blocks u8[experts, out, groups, 16] and scales u8[experts, out, groups]; kept packed.
@@ -18,8 +20,10 @@ def mxfp4(outputs: slice, blocks: np.ndarray, scales: np.ndarray) -> QuantisedAr
     exponents = scales[:, outputs]
     if blocks.shape != (*scales.shape, 16) or blocks.dtype != np.uint8 or scales.dtype != np.uint8:
         raise ValueError("blocks must be uint8[experts, outputs, groups, 16], scales uint8[experts, outputs, groups]")
-    if (exponents == 255).any():
+    if (largest := int(exponents.max(initial=0))) == 255:
         raise ValueError("a scale of 255 is not a number")
+    if largest > LARGEST:
+        raise ValueError(f"a scale of 2 ** {largest - 127}: kernels of GPUs multiply by 2 ** 63 at most")
     stored = np.ascontiguousarray(blocks[:, outputs]).view("<u4").reshape(*exponents.shape[:2], -1)
     of_bits = np.where(exponents == 0, 64, exponents.astype(np.uint16) << 7).astype(np.uint16)  # 2 ** -127 is subnormal
     turned = lambda x: placed(x.swapaxes(1, 2), None)

@@ -60,7 +60,7 @@ def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_pa
         models.load(packed, quantization="int8")
 
 
-@pytest.mark.parametrize("exponent, power", [(0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (254, 2.0**127)])
+@pytest.mark.parametrize("exponent, power", [(0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (190, 2.0**63)])
 def test_one_block_by_hand(exponent, power):
     """The codes 0 to 15 twice, in the order of their bytes: 0x10, 0x32 and so on hold codes (0, 1), (2, 3)."""
     blocks = np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np.uint8).reshape(1, 1, 1, 16)
@@ -76,6 +76,7 @@ def test_one_block_by_hand(exponent, power):
 @pytest.mark.parametrize(
     "blocks, scales, sentence",
     [
+        ((1, 2, 1, 16), 191, r"a scale of 2 \*\* 64: kernels of GPUs multiply by 2 \*\* 63 at most"),
         ((1, 2, 1, 16), 255, "255 is not a number"),
         ((1, 2, 2, 16), 127, "blocks must be"),
         ((1, 2, 1, 8), 0, "blocks must"),
