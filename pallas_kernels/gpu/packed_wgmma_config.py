@@ -207,7 +207,7 @@ UNIT_OF_STAGE = 3.3
 """Microseconds of an SM for 64 columns of 64 inputs: in any case and for each row, by the most rows of a CTA, and
 divided by the depth of a stage. Of wide tiles an SM has one CTA, with less to do meanwhile (an H100, 2026-11-28)."""
 UNIT_OF_FORMAT = {"int8": -0.008, "fp8": 0.018, "fp4": 0.06, "int4": 0.0}
-UNIT_OF_SMALL_GROUP = 0.023  # with groups of 32
+UNIT_OF_SMALL_GROUP = 0.023  # with sums of groups of 32
 UNIT_OF_SCALED_CODES = 0.01
 """In place of that of fp4, where codes are multiplied by their scales. Not measured: a stage of 128 inputs and 64 rows
 of NVFP4 has 377 instructions, of int4 364, of MXFP4 with scaled sums 626."""
@@ -230,7 +230,7 @@ def cost(config: PackedWgmmaConfig, processors: int) -> float:
     busiest = slots * (rounds - 1) + min(-(-(ctas - most * (rounds - 1)) // alone), slots)
     unit = UNIT[c.most_rows] + UNIT_OF_ROW[c.most_rows] * c.tile_rows
     unit += UNIT_OF_STAGE / c.depth + (UNIT_OF_SCALED_CODES if c.scales_codes else UNIT_OF_FORMAT[c.format])
-    unit += UNIT_OF_SMALL_GROUP if c.group == 32 else 0
+    unit += UNIT_OF_SMALL_GROUP if c.scales_sums and c.group == 32 else 0
     work = busiest * c.warpgroups * -(-c.chunks // c.splits) * c.depth / 64 * unit
     work *= LARGE_CLUSTERS if c.splits > 4 and rounds > 2 else 1
     read = c.inner * sum(c.widths) * BITS[c.format] / 8 / READ_RATE
