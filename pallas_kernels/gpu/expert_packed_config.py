@@ -12,10 +12,12 @@ from pallas_kernels.gpu.packed_wgmma_config import COLUMNS, MOST_STAGES, PIECE, 
 COPY_BYTES = 128  # of shared memory: a copy by TMA begins at a multiple, and Mosaic wants it to have one
 ROW_TILES = 8, 16, 32, 64, 128, 192, 256
 MOST_SUMS = {1: 128, 2: 128, 3: 64, 4: 64}
-MOST_KEPT_SUMS = {1: 256, 2: 256, 3: 128, 4: 128}
+MOST_KEPT_SUMS = {1: 256, 2: 256, 3: 128, 4: 64}
 """Rows of a tile times matrices, by the number of warpgroups that multiply: they share the registers of an SM.
 
-Kept sums stay in the accumulator; others need as many registers again for those of one group."""
+Kept sums stay in the accumulator; others need as many registers again for those of one group.
+With 128 of four warpgroups ptxas lets wgmma wait for each step."""
+MOST_SUMS_OF_SMALL_GROUPS = 32  # in stages of 128 inputs: with more, ptxas mixes the runs of a stage, and spills
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ def supports(config: ExpertPackedConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(of_zeros % COPY_BYTES != 0, f"{of_zeros} zero points of a stage: wanted a multiple of {COPY_BYTES}")
     most = most_sums(c.scales_sums)[c.warpgroups]
     refuse(c.tile_rows * c.matrices > most, f"sums of {c.tile_rows} rows, {c.matrices} matrices: wanted {most}")
+    is_mixed = c.scales_sums and c.span < 64 and c.depth > 64 and c.tile_rows * c.matrices > MOST_SUMS_OF_SMALL_GROUPS
+    refuse(is_mixed, f"stages of {c.depth} inputs in groups of {c.group} with {c.tile_rows} rows: wanted 64")
     if not reasons:
         refuse(c.stages < 3, f"{c.stages} stages fit, wanted at least 3")
         need = c.stages * c.stage_bytes

@@ -201,6 +201,8 @@ def test_refuses_with_every_reason():
     assert reason == "192 zero points of a stage: wanted a multiple of 128"
     (reason,) = supports(dataclasses.replace(config, multiple=128, rows=128, widths=(256, 256)))
     assert reason == "sums of 128 rows, 2 matrices: wanted 128"
+    of_32 = case("int4 of 32", 64, 2, 1, 256, 128, depth=128)[0]
+    assert supports(of_32) == ["stages of 128 inputs in groups of 32 with 64 rows: wanted 64"]
     (reason,) = supports(dataclasses.replace(config, stages=13))
     assert "bytes of shared memory: too many" in reason
     assert "chip sm_100" in supports(config, chip="sm_100")[0]
