@@ -145,7 +145,8 @@ def _is_in_graph(model: Model, tree: PackedTree) -> bool:
     batch: Batch = jax.tree.unflatten(tree.structure, tree.leaves)
     has_prompts = max(meta.max_query_len for meta in batch.metas) > 1
     layers = getattr(model.config, "layers", ())
-    return not has_prompts or not any(isinstance(layer.self_attn, LatentConfig) for layer in layers)
+    is_latent = lambda layer: isinstance(getattr(layer, "self_attn", None), LatentConfig)
+    return not has_prompts or not any(map(is_latent, layers))
 
 
 @functools.partial(

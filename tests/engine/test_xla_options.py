@@ -13,7 +13,7 @@ from jattn.engine.sampling import choose
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShape, StepShapes
 from jattn.engine.xla_options import PlatformJit, options_of
-from tests.engine import test_latent, test_llama
+from tests.engine import fake, test_latent, test_llama
 from tests.engine import test_mesh as on_mesh
 from tests.engine.rows import penalties_of, sampling_rows
 
@@ -53,7 +53,9 @@ def test_a_dispatch_that_is_not_in_a_graph_launches_each_kernel(no_cache):
         assert found["xla_gpu_enable_command_buffer"] == "" and found.keys() == options_of("gpu", few).keys()
 
 
-@pytest.mark.parametrize(("config", "wanted"), [(test_latent.CONFIG, False), (test_llama.CONFIG, True)])
+@pytest.mark.parametrize(
+    ("config", "wanted"), [(test_latent.CONFIG, False), (test_llama.CONFIG, True), (fake.FakeConfig(), True)]
+)
 def test_prompts_of_latent_attention_are_in_no_graph(config, wanted):
     """In one, Mosaic kernels under a condition that held gave wrong tokens (docs/notebook/nvidia_h200.md)."""
     shapes = StepShapes(Limits(4, 64, 128, 4), 4)
