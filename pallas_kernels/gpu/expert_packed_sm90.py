@@ -121,7 +121,7 @@ def _compute(c: ExpertPackedConfig, tiles, factors: Sequence, out, smem: dict, w
                     totals[m] = packed.add_run(c, stages, slot, run, wg, totals[m], meanwhile)
             scales = [packed.scales_of_columns(c, s["scales"].at[slot, 0], wg) for s in of_matrix] if c.is_whole else []
             rows.end_reads()  # of codes, scales and zero points
-            plgpu.barrier_arrive(smem["free"].at[slot])
+            when(step + c.stages < last)(lambda: plgpu.barrier_arrive(smem["free"].at[slot]))
             return (*totals, *scales)
 
         ones = plgpu.layout_cast(jnp.ones((COLUMNS,), jnp.float32), _WGMMA.reduce(1))
