@@ -132,18 +132,21 @@ def empty_row_state(num_rows: int) -> RowState:
 
 
 @functools.cache
+def _described(tree: PackedTree) -> Batch:
+    """A packed Batch with the shape and dtype of each array in its place."""
+    return jax.tree.unflatten(tree.structure, tree.leaves)
+
+
 def _num_tokens(tree: PackedTree) -> int:
     """T of a packed Batch."""
-    batch: Batch = jax.tree.unflatten(tree.structure, tree.leaves)
-    (num_tokens,), _ = batch.token_ids  # its shape and dtype
+    (num_tokens,), _ = _described(tree).token_ids
     return num_tokens
 
 
 @functools.cache
 def _is_in_graph(model: Model, tree: PackedTree) -> bool:
     """Not prompts of latent attention, which is computed under conditions: see CUDA_OPTIONS_WITHOUT_GRAPH."""
-    batch: Batch = jax.tree.unflatten(tree.structure, tree.leaves)
-    has_prompts = max(meta.max_query_len for meta in batch.metas) > 1
+    has_prompts = max(meta.max_query_len for meta in _described(tree).metas) > 1
     layers = getattr(model.config, "layers", ())
     is_latent = lambda layer: isinstance(getattr(layer, "self_attn", None), LatentConfig)
     return not has_prompts or not any(map(is_latent, layers))

@@ -24,6 +24,7 @@ from pallas_kernels.gpu.expert_packed_config import (
     tile_rows_of,
 )
 from tests.kernels.gpu.simt import Arith, Fragment, emulated
+from tests.kernels.gpu.test_expert_product import SHAPES
 from tests.kernels.gpu.test_packed_product import Memory
 from tests.kernels.gpu.test_packed_wgmma import column_of, lanes_of
 from tests.ops.test_quantised import drawn
@@ -133,13 +134,9 @@ def test_warpgroups_ask_for_no_more_registers_than_the_cta_has(warpgroups):
         assert registers % 8 == 0 and 24 <= registers <= 256
 
 
-MODELS = {  # experts, experts of a token, hidden, width
-    "Qwen3 30B-A3B": (128, 8, 2048, 768),
+MODELS = {name: SHAPES[name] for name in ("Qwen3 30B-A3B", "gpt-oss 20B", "Mixtral 8x7B", "hidden 320")} | {
     "DeepSeek V3": (256, 8, 7168, 2048),
-    "gpt-oss 20B": (32, 4, 2880, 2880),
-    "Mixtral 8x7B": (8, 2, 4096, 14336),
     "OLMoE": (64, 8, 2048, 1024),
-    "hidden 320": (4, 2, 320, 448),
     "hidden 640": (4, 2, 640, 896),
 }
 
