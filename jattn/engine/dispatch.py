@@ -19,7 +19,6 @@ from jattn.engine.params import MAX_LOGPROBS
 from jattn.engine.sampling import BAD_TOKEN, MapRows, Penalties, Sampled, SamplingRows, choose
 from jattn.engine.xla_options import PlatformJit
 from jattn.metadata.batch import CommonAttentionMetadata
-from jattn.nn import LatentConfig
 from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
 from pallas_kernels.algebra.paging import slots_of
 
@@ -132,31 +131,17 @@ def empty_row_state(num_rows: int) -> RowState:
 
 
 @functools.cache
-def _described(tree: PackedTree) -> Batch:
-    """A packed Batch with the shape and dtype of each array in its place."""
-    return jax.tree.unflatten(tree.structure, tree.leaves)
-
-
 def _num_tokens(tree: PackedTree) -> int:
     """T of a packed Batch."""
-    (num_tokens,), _ = _described(tree).token_ids
+    batch: Batch = jax.tree.unflatten(tree.structure, tree.leaves)
+    (num_tokens,), _ = batch.token_ids  # its shape and dtype
     return num_tokens
-
-
-@functools.cache
-def _is_in_graph(model: Model, tree: PackedTree) -> bool:
-    """Not prompts of latent attention, which is computed under conditions: see CUDA_OPTIONS_WITHOUT_GRAPH."""
-    has_prompts = max(meta.max_query_len for meta in _described(tree).metas) > 1
-    layers = getattr(model.config, "layers", ())
-    is_latent = lambda layer: isinstance(getattr(layer, "self_attn", None), LatentConfig)
-    return not has_prompts or not any(map(is_latent, layers))
 
 
 @functools.partial(
     PlatformJit,
     num_tokens=lambda model, params, caches, before, packed: _num_tokens(packed.tree),
     is_on_mesh=lambda model, *_: model.model_mesh is not None and model.model_mesh.mesh.size > 1,
-    is_in_graph=lambda model, params, caches, before, packed: _is_in_graph(model, packed.tree),
     static_argnames="model",
     donate_argnames=("caches", "before"),
 )

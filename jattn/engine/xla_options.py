@@ -28,11 +28,6 @@ CUDA_OPTIONS_MANY_TOKENS = {
 are smaller than this. It gives a merged product of many tokens to cuBLAS and concatenates the weights in every step, so
 the limit leaves only small ones (q, k and v) merged."""
 
-CUDA_OPTIONS_WITHOUT_GRAPH = {"xla_gpu_enable_command_buffer": ""}
-"""For dispatches whose layers have conditions around Mosaic kernels, such as prompts of latent attention: XLA launches
-every kernel by itself. In a CUDA graph, a prompt of a DeepSeek V3 of three layers with such a condition that held got a
-wrong token in its second run, and then an illegal access (JAX 0.11.2, an H200, 2026-11-29)."""
-
 CUDA_OPTIONS_ON_MESH: dict[str, Any] = {}
 """For dispatches on several devices: none. benchmarks.gpu.two_cards adds those that it compares."""
 
@@ -47,17 +42,16 @@ FEW_TOKENS = 64
 
 
 @functools.cache
-def options_of(platform: str, few: bool, on_mesh: bool = False, in_graph: bool = True) -> dict[str, Any]:
+def options_of(platform: str, few: bool, on_mesh: bool = False) -> dict[str, Any]:
     """The options of a dispatch of at most FEW_TOKENS, or of more, on a platform as jax.default_backend names it.
 
-    on_mesh: of a dispatch on several devices. in_graph: may it be recorded in a CUDA graph?
+    on_mesh: of a dispatch on several devices.
     """
     if platform != "gpu":
         return {}
     wanted = CUDA_OPTIONS if few else CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS
     if on_mesh:
         wanted = wanted | CUDA_OPTIONS_ON_MESH | ({} if few else CUDA_OPTIONS_MANY_TOKENS_ON_MESH)
-    wanted = wanted if in_graph else wanted | CUDA_OPTIONS_WITHOUT_GRAPH
     return {name: value for name, value in wanted.items() if _is_known(name, value)}
 
 
@@ -75,8 +69,7 @@ class PlatformJit:
     """jax.jit of a function, with the options of the platform. They are chosen at the first call, because asking for
     the platform starts JAX.
 
-    num_tokens(*args): T of a call. is_on_mesh(*args): does it run on several devices? is_in_graph(*args): may it be
-    recorded in a CUDA graph?
+    num_tokens(*args): T of a call. is_on_mesh(*args): does it run on several devices?
     """
 
     def __init__(
@@ -84,12 +77,11 @@ class PlatformJit:
         function: Callable,
         num_tokens: Callable[..., int],
         is_on_mesh: Callable[..., bool] = lambda *_: False,
-        is_in_graph: Callable[..., bool] = lambda *_: True,
         **options,
     ):
         functools.update_wrapper(self, function)
         self.function, self._options = function, options
-        self._num_tokens, self._is_on_mesh, self._is_in_graph = num_tokens, is_on_mesh, is_in_graph
+        self._num_tokens, self._is_on_mesh = num_tokens, is_on_mesh
         self._jitted: dict[tuple, Any] = {}  # by options: one function where they are the same
 
     def _of(self, args: tuple) -> Any:
@@ -104,8 +96,7 @@ class PlatformJit:
 
     def options(self, *args) -> dict[str, Any]:
         """The options of XLA for these arguments."""
-        few = self._num_tokens(*args) <= FEW_TOKENS
-        return options_of(jax.default_backend(), few, self._is_on_mesh(*args), self._is_in_graph(*args))
+        return options_of(jax.default_backend(), self._num_tokens(*args) <= FEW_TOKENS, self._is_on_mesh(*args))
 
     def lower(self, *args):
         """As that of a jitted function. A later call with arguments of these shapes finds the compiled program."""

@@ -5,15 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jattn import models
 from jattn.engine import SamplingParams, warming, xla_options
-from jattn.engine.batch import empty_batch, packed_batch
-from jattn.engine.dispatch import Model, dispatch
+from jattn.engine.dispatch import dispatch
 from jattn.engine.sampling import choose
-from jattn.engine.scheduler import Limits
-from jattn.engine.shapes import StepShape, StepShapes
 from jattn.engine.xla_options import PlatformJit, options_of
-from tests.engine import fake, test_latent, test_llama
 from tests.engine import test_mesh as on_mesh
 from tests.engine.rows import penalties_of, sampling_rows
 
@@ -47,38 +42,17 @@ def test_dispatches_on_several_devices_have_options_of_their_own(no_cache):
     assert added == xla_options.CUDA_OPTIONS_ON_MESH | xla_options.CUDA_OPTIONS_MANY_TOKENS_ON_MESH
 
 
-def test_a_dispatch_that_is_not_in_a_graph_launches_each_kernel(no_cache):
-    for few in (True, False):
-        found = options_of("gpu", few, in_graph=False)
-        assert found["xla_gpu_enable_command_buffer"] == "" and found.keys() == options_of("gpu", few).keys()
-
-
-@pytest.mark.parametrize(
-    ("config", "wanted"), [(test_latent.CONFIG, False), (test_llama.CONFIG, True), (fake.FakeConfig(), True)]
-)
-def test_prompts_of_latent_attention_are_in_no_graph(config, wanted):
-    """In one, Mosaic kernels under a condition that held gave wrong tokens (docs/notebook/nvidia_h200.md)."""
-    shapes = StepShapes(Limits(4, 64, 128, 4), 4)
-
-    def asked(shape: StepShape) -> bool:
-        batch = packed_batch([empty_batch(shape, 1, shapes)], shapes)
-        return dispatch._is_in_graph(Model(models.forward, config), None, None, None, batch)
-
-    assert asked(StepShape(4, 4, True)) and asked(StepShape(64, 4, False)) == wanted
-
-
 def test_the_platform_is_read_at_the_first_call(monkeypatch):
     monkeypatch.setattr(xla_options, "options_of", lambda *asked: seen.append(asked) or {})
     seen, f = [], PlatformJit(lambda x, n: x * n, lambda x, n: 1, lambda x, n: n == 4, static_argnums=1)
     assert not seen
     assert f(jnp.float32(2), 3) == 6
     assert f(jnp.float32(2), 4) == 8
-    platform = jax.default_backend()
-    assert seen == [(platform, True, False, True), (platform, True, True, True)]
+    assert seen == [(jax.default_backend(), True, False), (jax.default_backend(), True, True)]
 
 
 def test_each_set_of_options_has_a_function_of_its_own(monkeypatch):
-    optimise = lambda platform, few, *_: {"xla_backend_optimization_level": 2 if few else 0}
+    optimise = lambda platform, few, on_mesh: {"xla_backend_optimization_level": 2 if few else 0}
     monkeypatch.setattr(xla_options, "options_of", optimise)
     f = PlatformJit(lambda x: x + 1, lambda x: x.shape[0])
     for size in (xla_options.FEW_TOKENS - 1, xla_options.FEW_TOKENS, xla_options.FEW_TOKENS + 1):
