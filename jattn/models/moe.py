@@ -10,7 +10,7 @@ from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 from jattn.ops.expert_rows import ExpertRows, arrange, take_rows
-from jattn.ops.experts import expert_product, row_multiple, silu_expert_product
+from jattn.ops.experts import expert_product, expert_products, row_multiple, silu_expert_product
 from jattn.ops.product import product
 
 SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
@@ -155,7 +155,7 @@ class MoE:
         given = take_rows(x, rows.choice // self.top_k)
         if on_input := self.scores == "sigmoid_of_input":
             given = given * score[rows.choice]
-        y = self._experts(weights, given, rows, multiple)
+        y = self._experts(weights, given, rows, multiple, most_rows=x.shape[0])
         y = y.at[rows.row].get(mode="fill" if may_be_absent else "promise_in_bounds", fill_value=0)  # 0: absent
         y = y if on_input else y * score
         y = y.reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
@@ -202,25 +202,33 @@ class MoE:
         y = self.shared(weights["shared"], x)
         return y * jax.nn.sigmoid(linear(weights["shared_gate"], x)) if self.shared_gate else y
 
-    def _experts(self, weights: dict, x: jax.Array, rows: ExpertRows, multiple: int) -> jax.Array:
-        """The experts' MLPs of x [rows, hidden], arranged as `rows`, each expert's padded to `multiple`."""
-        kernel = lambda name: weights[name]["kernel"]
+    def _experts(self, weights: dict, x: jax.Array, rows: ExpertRows, multiple: int, most_rows: int) -> jax.Array:
+        """The experts' MLPs of x [rows, hidden], arranged as `rows`, each expert's padded to `multiple`.
 
-        def dot(name: str, x: jax.Array) -> jax.Array:
-            y = expert_product(x, kernel(name), rows.sizes, multiple, rows.tiles)
+        most_rows: of an expert, without padding.
+        """
+        of_rows = rows.sizes, multiple, rows.tiles, most_rows
+        gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
+
+        def with_bias(name: str, y: jax.Array) -> jax.Array:
             if not self.bias:
                 return y
             is_used = jnp.arange(y.shape[0]) < rows.sizes.sum()  # others may be NaN, and are derivatives of a bias too
             return jnp.where(is_used[:, None], y + weights[name]["bias"][rows.expert], 0)
 
         if self.activation == "silu" and self.clamp is None and not self.bias:
-            return dot("down", silu_expert_product(x, kernel("gate"), kernel("up"), rows.sizes, multiple, rows.tiles))
-        gate, up = dot("gate", x), dot("up", x)
+            inner = silu_expert_product(x, gate, up, *of_rows)
+        else:
+            of_gate, of_up = expert_products(x, (gate, up), *of_rows)
+            inner = self._gated(with_bias("gate", of_gate), with_bias("up", of_up))
+        return with_bias("down", expert_product(inner, down, *of_rows))
+
+    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
         if self.clamp is None:
-            return dot("down", activation(self.activation)(gate) * up)
+            return activation(self.activation)(gate) * up
         alpha, limit = self.clamp
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return dot("down", (up + 1) * gate * jax.nn.sigmoid(alpha * gate))
+        return (up + 1) * gate * jax.nn.sigmoid(alpha * gate)
 
 
 def _sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array]:

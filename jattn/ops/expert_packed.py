@@ -51,11 +51,16 @@ def row_multiple(choices: int, dtype: str, matrices: Sequence[QuantisedArray], s
 
 def config_of(x: Any, matrices: Sequence[Any], multiple: int) -> ExpertPackedConfig | None:
     """The launch for rows padded to `multiple` and one matrix, or gate and up; None if there is none."""
-    if multiple == 1 or x.shape[0] % multiple or not all(isinstance(m, QuantisedArray) for m in matrices):
-        return None
-    if len({(matrix.shape, matrix.axis, *matrix.form.values()) for matrix in matrices}) > 1:
+    if multiple == 1 or x.shape[0] % multiple or not are_alike(matrices):
         return None
     return _choose(x.shape[0], x.dtype.name, matrices, multiple)
+
+
+def are_alike(matrices: Sequence[Any]) -> bool:
+    """Are all of them quantised, and of the same shape and form?"""
+    if not all(isinstance(matrix, QuantisedArray) for matrix in matrices):
+        return False
+    return len({(matrix.shape, matrix.axis, *matrix.form.values()) for matrix in matrices}) == 1
 
 
 def _choose(rows: int, dtype: str, matrices: Sequence[QuantisedArray], tile_rows: int) -> ExpertPackedConfig | None:

@@ -58,18 +58,20 @@ def row_multiple(choices: int, dtype: Any, kernels: Sequence[Kernel], share: flo
     if len(packed) == len(kernels):
         if (multiple := expert_packed.row_multiple(choices, name, packed, share)) > 1:
             return multiple
-        if all(_packed_config(x, kernel) is not None for kernel in packed):
+        if all(_packed_config(x, (kernel,)) is not None for kernel in packed):
             return 1
     return expert_wgmma.row_multiple(choices, name, [kernel.shape for kernel in kernels], share)
 
 
 def expert_product(
-    x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None
-) -> jax.Array:
+    x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None,
+    most_rows: int | None = None,
+) -> jax.Array:  # fmt: skip
     """[N, out]: x [N, in], in the order of its rows' experts, times kernel [experts, in, out]; in the dtype of x.
 
     sizes i32[experts]: rows of each expert, all of them multiples of `multiple`. Rows beyond their sum are undefined.
     tiles: those of ExpertRows; None: made from the sizes where they are needed.
+    most_rows: of an expert, without padding; None: not known.
     """
     _check_sizes(sizes, kernel)
     if not x.shape[0]:  # the others have no tile then
@@ -78,16 +80,30 @@ def expert_product(
         return _native(x, kernel, sizes)
     if (packed := expert_packed.config_of(x, [kernel], multiple)) is not None:
         return _wgmma(x, (kernel,), sizes, tiles, packed)
-    if isinstance(kernel, QuantisedArray) and (config := _packed_config(x, kernel)) is not None:
-        return _packed(x, kernel, sizes, config)
+    if (few := _packed_config(x, (kernel,), most_rows)) is not None:
+        return _packed(x, (kernel,), sizes, few)[0]
     if (config := expert_wgmma.config_of(x, [kernel], multiple)) is not None:
         return _wgmma(x, (plain(kernel, x.dtype),), sizes, tiles, config)
     return _dots(x, kernel, sizes)
 
 
+def expert_products(
+    x: jax.Array, kernels: tuple[Kernel, ...], sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None,
+    most_rows: int | None = None,
+) -> list[jax.Array]:  # fmt: skip
+    """`expert_product` of each of these matrices; packed ones of few rows in one launch."""
+    for kernel in kernels:
+        _check_sizes(sizes, kernel)
+    each = [expert_packed.config_of(x, [kernel], multiple) for kernel in kernels]
+    if each == [None] * len(kernels) and (few := _packed_config(x, kernels, most_rows)) is not None:
+        return _packed(x, kernels, sizes, few)
+    return [expert_product(x, kernel, sizes, multiple, tiles, most_rows) for kernel in kernels]
+
+
 def silu_expert_product(
-    x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None
-) -> jax.Array:
+    x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None,
+    most_rows: int | None = None,
+) -> jax.Array:  # fmt: skip
     """silu(x gate) * (x up). In one launch both products stay float32; else each is rounded to the dtype of x first."""
     _check_sizes(sizes, gate)
     if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
@@ -97,7 +113,7 @@ def silu_expert_product(
         return _wgmma(x, (gate, up), sizes, tiles, packed)
     if (config := _dequantised_config(x, (gate, up), multiple)) is not None:
         return _wgmma(x, (plain(gate, x.dtype), plain(up, x.dtype)), sizes, tiles, config)
-    of_gate, of_up = (expert_product(x, kernel, sizes, multiple, tiles) for kernel in (gate, up))
+    of_gate, of_up = expert_products(x, (gate, up), sizes, multiple, tiles, most_rows)
     return jax.nn.silu(of_gate) * of_up
 
 
@@ -112,7 +128,7 @@ def _dequantised_config(x: jax.Array, kernels: tuple[Kernel, Kernel], multiple: 
 
 def _is_packed(x: jax.Array, kernel: QuantisedArray, multiple: int) -> bool:
     """Is the matrix multiplied as it is by a GPU kernel?"""
-    return expert_packed.config_of(x, [kernel], multiple) is not None or _packed_config(x, kernel) is not None
+    return expert_packed.config_of(x, [kernel], multiple) is not None or _packed_config(x, (kernel,)) is not None
 
 
 def _check_sizes(sizes: jax.Array, kernel: Kernel) -> None:
@@ -159,17 +175,20 @@ def _is_native(x: jax.Array, kernel: Kernel) -> bool:
 
 
 def _packed_config(
-    x: jax.Array | jax.ShapeDtypeStruct, kernel: QuantisedArray
+    x: jax.Array | jax.ShapeDtypeStruct, kernels: tuple[Kernel, ...], most_rows: int | None = None
 ) -> packed_product_config.PackedProductConfig | None:
     """The launch of `_packed` on this GPU; None if the kernel does not serve the operands."""
-    processors, (experts, inner, width), rows = device.processors(), kernel.shape, x.shape[0]
-    if device.detect().platform != "gpu" or processors is None or is_partitioned() or kernel.axis != -2:
+    processors, first, rows = device.processors(), kernels[0], x.shape[0]
+    if device.detect().platform != "gpu" or processors is None or is_partitioned() or not rows:
         return None
-    if rows > experts * PACKED_ROWS_OF_EXPERT:
+    if not isinstance(first, QuantisedArray) or first.axis != -2 or not expert_packed.are_alike(kernels):
+        return None
+    if rows > first.shape[0] * PACKED_ROWS_OF_EXPERT:
         return None
     return packed_product_config.choose(
-        processors, chip=device.detect().generation, rows=rows, inner=inner, widths=(width,), experts=experts,
-        dtype=x.dtype.name, x_dtype=x.dtype.name, **kernel.form,
+        processors, chip=device.detect().generation, rows=rows, inner=first.shape[1],
+        widths=(first.shape[2],) * len(kernels), experts=first.shape[0], most_rows=most_rows, dtype=x.dtype.name,
+        x_dtype=x.dtype.name, **first.form,
     )  # fmt: skip
 
 
@@ -182,16 +201,16 @@ def _native(x: jax.Array, kernel: Kernel, sizes: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
-def _packed(x: jax.Array, kernel: QuantisedArray, sizes: jax.Array, config: Any) -> jax.Array:
+def _packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], sizes: jax.Array, config: Any) -> list[jax.Array]:
     """The GPU kernel for packed matrices. Its derivatives are those of `_dots`. Under vmap it is called once per
     element."""
     tiles = expert_dots.row_tiles(sizes, config.tile_rows, config.tiles)
 
     @jax.custom_batching.sequential_vmap
-    def each(x, matrix, tiles):
-        return packed_product_sm90.packed_product(x, (matrix,), config, tiles)[0]
+    def each(x, matrices, tiles):
+        return list(packed_product_sm90.packed_product(x, matrices, config, tiles))
 
-    return each(x, kernel.arrays, tiles)
+    return each(x, tuple(kernel.arrays for kernel in kernels), tiles)
 
 
 @_looped.defjvp
@@ -206,7 +225,8 @@ def _native_jvp(primals, tangents):
 
 @_packed.defjvp
 def _packed_jvp(config: Any, primals, tangents):
-    return _packed(*primals, config), jax.jvp(_dots, primals, tangents)[1]
+    products = lambda x, kernels, sizes: [_dots(x, kernel, sizes) for kernel in kernels]
+    return _packed(*primals, config), jax.jvp(products, primals, tangents)[1]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(4,))

@@ -99,6 +99,7 @@ class PackedProductConfig(PackedConfig):
     """A launch of packed_product_sm90.py."""
 
     experts: int = 0  # matrices [experts, inner, width], of which a tile of rows uses one; 0: matrices [inner, width]
+    most_rows: int | None = None  # of an expert; None: not known
     unroll: int = 1  # blocks of a step
     depth: int = 1  # steps whose weights are in flight
     across: int = 4  # warps of a CTA side by side: each has other columns
@@ -119,14 +120,16 @@ class PackedProductConfig(PackedConfig):
     def tiles(self) -> int:
         """Of rows; of experts the most that there can be."""
         if self.experts:
-            return min(self.rows, self.experts + self.rows // EXPERT_ROWS)
+            full = self.rows // EXPERT_ROWS if self.tile_rows == EXPERT_ROWS else 0  # others than an expert's last
+            return min(self.rows, self.experts + full)
         return -(-self.rows // TILE_ROWS)
 
     @property
     def tile_rows(self) -> int:
         """Rows of a CTA, which are columns of mma: a multiple of 8."""
         if self.experts:
-            return min(-(-self.rows // 8) * 8, EXPERT_ROWS)
+            most = self.rows if self.most_rows is None else min(self.rows, self.most_rows)
+            return min(-(-most // 8) * 8, EXPERT_ROWS)
         return -(-self.rows // (8 * self.tiles)) * 8
 
     @property

@@ -242,13 +242,42 @@ def test_the_gpu_kernel_takes_few_rows_of_each_expert(monkeypatch):
     monkeypatch.setattr(experts.device, "processors", lambda: 132)
     weight = stacked("fp4", 64, 128, 32)[0]
     of_nvfp4 = stacked("fp4", 64, 128, 16, scales="float8_e4m3fn", factor=True)[0]
-    config = lambda rows, dtype="bfloat16", of=weight: experts._packed_config(jnp.ones((rows, 64), dtype), of)
+    config = lambda rows, dtype="bfloat16", of=weight: experts._packed_config(jnp.ones((rows, 64), dtype), (of,))
     chosen, of_small_groups = config(10), config(10, of=of_nvfp4)
     assert of_small_groups is not None and (of_small_groups.group, of_small_groups.has_factor) == (16, True)
     assert chosen is not None and (chosen.experts, chosen.tiles, chosen.widths) == (4, 4, (128,))
     assert config(4 * 128 + 1) is None and config(10, "float32") is None
     of_float16 = config(10, "float16")
     assert of_float16 is not None and of_float16.x_dtype == of_float16.dtype == "float16"
+
+
+def test_gate_and_up_of_few_rows_are_one_launch(monkeypatch):
+    """With at most 8 rows of an expert its tiles have 8 rows. Other forms of gate and up are launches of their own."""
+    on_hopper(monkeypatch)
+    seen = []
+
+    def packed(x, matrices, config, tiles):
+        seen.append(config)
+        row, expert, first, count = jnp.arange(x.shape[0])[:, None], tiles[:, 0], tiles[:, 1], tiles[:, 2]
+        own = expert[jnp.argmax((row >= first[None]) & (row < (first + count)[None]), axis=1)]
+        forms = dict(format=config.format, dtype=np.dtype("bfloat16"))
+        weights = [QuantisedArray(values=v, scales=s, zero_points=z, factor=f, **forms) for v, s, z, f in matrices]
+        numbers = [weight.dequantise(jnp.float32)[own] for weight in weights]
+        return tuple(jnp.einsum("ni,nio->no", x.astype(jnp.float32), each).astype(x.dtype) for each in numbers)
+
+    monkeypatch.setattr(experts.packed_product_sm90, "packed_product", packed)
+    gate, of_gate = stacked("fp4", 64, 128, 32)
+    up, of_up = jax.tree.map(lambda x: x[::-1], gate), of_gate[::-1]
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((20, 64)), "bfloat16")
+    sizes, expert = jnp.array([5, 0, 8, 4]), np.repeat(np.arange(4), [5, 0, 8, 4])
+    found = experts.expert_products(x, (gate, up), sizes, most_rows=8)
+    assert [(config.tile_rows, config.tiles, config.widths) for config in seen] == [(8, 4, (128, 128))]
+    for y, matrix in zip(found, (of_gate, of_up), strict=True):
+        wanted = np.einsum("ni,nio->no", wide(x)[:17], np.asarray(matrix)[expert])
+        assert np.abs(wide(y)[:17] - wanted).max() < 0.02 * np.abs(wanted).max()
+    seen.clear()
+    experts.expert_products(x, (gate, stacked("int4", 64, 128, 32)[0]), sizes, most_rows=8)
+    assert [(config.format, config.widths) for config in seen] == [("fp4", (128,)), ("int4", (128,))]
 
 
 def test_the_gpu_kernel_is_called_for_each_element_under_vmap_and_refuses_what_does_not_fit(monkeypatch):
@@ -333,11 +362,14 @@ def test_gate_and_up_are_dequantised_for_one_launch_where_none_takes_them_packed
     experts.silu_expert_product(x, gate, up, sizes, multiple)
     assert [config.matrices for config in seen[2:]] == [1, 1]
     taken = []
-    monkeypatch.setattr(
-        experts, "_packed", lambda x, kernel, *_: taken.append(kernel) or x @ jnp.ones((64, 128), x.dtype)
-    )
+
+    def packed(x, kernels, *_):
+        taken.append(kernels)
+        return [x @ jnp.ones((64, 128), x.dtype) for _ in kernels]
+
+    monkeypatch.setattr(experts, "_packed", packed)
     experts.silu_expert_product(x[:8], few, up, jnp.array([8, 0, 0, 0]), 1)
-    assert len(taken) == 2 and len(seen) == 4
+    assert taken == [(few, up)] and len(seen) == 4
 
 
 def test_gate_and_up_need_the_rows_of_each_expert(monkeypatch):

@@ -189,6 +189,20 @@ def test_a_mutant_is_caught(fault):
         assert max(errors_of("NVFP4")) > 1e-2
 
 
+def test_tiles_of_experts_are_enough_and_no_longer_than_an_experts_rows():
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        experts, most = int(rng.integers(1, 12)), int(rng.integers(1, 40))
+        sizes = rng.integers(0, most + 1, experts)
+        for known in (None, most):
+            form = dict(format="fp4", group=32, scale_dtype="bfloat16")
+            c = PackedProductConfig(
+                rows=max(int(sizes.sum()), 1), inner=64, widths=(128,), experts=experts, most_rows=known, **form
+            )
+            assert c.tile_rows % 8 == 0 and (-(-sizes // c.tile_rows)).sum() <= c.tiles
+        assert c.tile_rows == min(16, 8 * -(-min(most, c.rows) // 8))
+
+
 MODELS = {  # inputs and outputs of each launch
     "Llama 1B": ((2048, (2048, 512, 512)), (2048, (2048,)), (2048, (8192, 8192)), (8192, (2048,))),
     "Llama 8B": ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (14336, 14336)), (14336, (4096,))),
