@@ -10,7 +10,7 @@ from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 from jattn.ops.expert_rows import ExpertRows, arrange, take_rows
-from jattn.ops.experts import expert_product, row_multiple, silu_expert_product
+from jattn.ops.experts import choose_tile_rows, expert_product, silu_expert_product
 from jattn.ops.product import product
 
 SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
@@ -150,12 +150,12 @@ class MoE:
             flat = jnp.where(jnp.repeat(is_live, self.top_k), flat, count)  # count: of no expert
         x, score = jnp.asarray(x), score.reshape(-1, 1).astype(x.dtype)
         kernels = [weights[name]["kernel"] for name in ("gate", "up", "down")]
-        multiple = row_multiple(flat.shape[0], x.dtype, kernels, share=count / self.num_routes)
-        rows = arrange(flat, count, multiple)
+        tile_rows = choose_tile_rows(flat.shape[0], x.dtype, kernels, share=count / self.num_routes)
+        rows = arrange(flat, count, tile_rows)
         given = take_rows(x, rows.choice // self.top_k)
         if on_input := self.scores == "sigmoid_of_input":
             given = given * score[rows.choice]
-        y = self._experts(weights, given, rows, multiple)
+        y = self._experts(weights, given, rows, tile_rows)
         y = y.at[rows.row].get(mode="fill" if may_be_absent else "promise_in_bounds", fill_value=0)  # 0: absent
         y = y if on_input else y * score
         y = y.reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
@@ -202,19 +202,19 @@ class MoE:
         y = self.shared(weights["shared"], x)
         return y * jax.nn.sigmoid(linear(weights["shared_gate"], x)) if self.shared_gate else y
 
-    def _experts(self, weights: dict, x: jax.Array, rows: ExpertRows, multiple: int) -> jax.Array:
-        """The experts' MLPs of x [rows, hidden], arranged as `rows`, each expert's padded to `multiple`."""
+    def _experts(self, weights: dict, x: jax.Array, rows: ExpertRows, tile_rows: int) -> jax.Array:
+        """The experts' MLPs of x [rows, hidden], arranged as `rows`, each expert's padded to tiles of `tile_rows`."""
         kernel = lambda name: weights[name]["kernel"]
 
         def dot(name: str, x: jax.Array) -> jax.Array:
-            y = expert_product(x, kernel(name), rows.sizes, multiple, rows.tiles)
+            y = expert_product(x, kernel(name), rows.sizes, tile_rows, rows.tiles)
             if not self.bias:
                 return y
             is_used = jnp.arange(y.shape[0]) < rows.sizes.sum()  # others may be NaN, and are derivatives of a bias too
             return jnp.where(is_used[:, None], y + weights[name]["bias"][rows.expert], 0)
 
         if self.activation == "silu" and self.clamp is None and not self.bias:
-            return dot("down", silu_expert_product(x, kernel("gate"), kernel("up"), rows.sizes, multiple, rows.tiles))
+            return dot("down", silu_expert_product(x, kernel("gate"), kernel("up"), rows.sizes, tile_rows, rows.tiles))
         gate, up = dot("gate", x), dot("up", x)
         if self.clamp is None:
             return dot("down", activation(self.activation)(gate) * up)
