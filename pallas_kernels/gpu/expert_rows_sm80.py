@@ -27,8 +27,6 @@ WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
 GROUP = 32  # choices of a warp, in each turn
 MOST_COUNTS = 16384  # of an expert's choices in a group
 MOST_EXPERTS = 2048  # all of which each thread reads
-_STORE = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
-_STORE_SHARED = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0], $2; }"
 _LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, -1; @p ld.global.nc.b32 $0, [$1]; }"
 _LOAD_SHARED = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }"
 
@@ -159,7 +157,7 @@ def _counts_before(experts: int, groups: int, at, there):
     def turn(i, total):
         place = ptx.add(at, ptx.mul(i, 4 * experts))
         count = ptx.asm_value(_LOAD_SHARED, "=&r,r,r", place, there)
-        ptx.asm(_STORE_SHARED, "r,r,r", place, there, total)
+        ptx.store_if(place, there, total, space="shared")
         return ptx.add(total, count)
 
     return control.loop(ptx.i32(groups), ptx.i32(0), turn)
@@ -203,12 +201,12 @@ def _store_choice(tile_rows: int, rows: int, own: _Choice, gmem, smem):
 
 def _store(ref, number, condition, value):
     """Stores a word in GMEM if the condition is 1."""
-    ptx.asm(_STORE, "l,r,r", _place(ref, number), condition, value)
+    ptx.store_if(_place(ref, number), condition, value)
 
 
 def _store_shared(ref, number, condition, value):
     """The same in SMEM."""
-    ptx.asm(_STORE_SHARED, "r,r,r", _shared_place(ref, number), condition, value)
+    ptx.store_if(_shared_place(ref, number), condition, value, space="shared")
 
 
 def _place(ref, number):
