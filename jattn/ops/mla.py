@@ -251,19 +251,22 @@ class LatentAttention:
         return attend_packed(call, q, k, v, batch, _attention_params(params))
 
 
-def with_gradient_of(plain: Callable) -> Callable:
-    """Decorator of (latent, q, cache, m, params, ..): its gradient is that of plain(latent, ..), which runs again."""
+def with_gradient_of(plain: Callable, constants: int = 1) -> Callable:
+    """Decorator of (latent, q, cache, m, params, ..): its gradient is that of plain(latent, ..), which runs again.
+
+    constants: how many arguments, of any kind, come before q.
+    """
 
     def decorated(function):
-        call = jax.custom_vjp(function, nondiff_argnums=(0,))
+        call = jax.custom_vjp(function, nondiff_argnums=tuple(range(constants)))
 
-        def backward(latent: LatentAttention, saved, cotangent):
-            q, cache, m, *others = saved
-            compute = lambda q, cache, *others: plain(latent, q, cache, m, *others)
+        def backward(*args):
+            *given, (q, cache, m, *others), cotangent = args
+            compute = lambda q, cache, *others: plain(*given, q, cache, m, *others)
             dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
             return dq, dcache, None, *dothers
 
-        call.defvjp(lambda latent, *args: (function(latent, *args), args), backward)
+        call.defvjp(lambda *args: (function(*args), args[constants:]), backward)
         return call
 
     return decorated
