@@ -355,10 +355,11 @@ def _heads_product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _two_bfloat16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(f32 x rounded, the rest rounded), as bfloat16. XLA:GPU leaves out a conversion to bfloat16 and back, without
-    which the rest would be 0, but not reduce_precision."""
+    """(f32 x rounded, the rest rounded), as bfloat16. The rest of an infinity is 0. XLA:GPU leaves out a conversion to
+    bfloat16 and back, without which the rest would be 0, but not reduce_precision."""
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+    rest = jnp.where(jnp.isinf(high), 0, x - high)
+    return high.astype(jnp.bfloat16), rest.astype(jnp.bfloat16)
 
 
 def _queries_of(level: Level, keep: jax.Array, max_query_len: int) -> Level:
