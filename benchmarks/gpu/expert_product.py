@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks.gpu import cupti, jobs, packed_product
 from jattn import device
-from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS
+from jattn.engine.xla_options import FEW_TOKENS, options_of
 from jattn.models.moe import MoE
 from jattn.ops.expert_rows import arrange
 from jattn.ops.experts import choose_tile_rows, expert_product, silu_expert_product
@@ -94,8 +94,8 @@ def products(weights, x, sizes, tile_rows: int):
 
 
 def compiled(f, *args, tokens: int):
-    options = CUDA_OPTIONS | (CUDA_OPTIONS_MANY_TOKENS if tokens > 64 else {})
-    return jax.jit(f).lower(*args).compile(compiler_options=options)
+    options = options_of(jax.default_backend(), tokens <= FEW_TOKENS)
+    return jax.jit(f).lower(*args).compile(compiler_options=options or None)
 
 
 def exactly(x, weights, expert: int) -> np.ndarray:
