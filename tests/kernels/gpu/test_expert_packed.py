@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.gpu.expert_product import PACKED
 from jattn.ops.expert_rows import padded_count
 from jattn.ops.expert_wgmma import tiles_of
 from pallas_kernels.gpu import expert_packed_sm90 as kernel
@@ -134,9 +135,8 @@ def test_warpgroups_ask_for_no_more_registers_than_the_cta_has(warpgroups):
         assert registers % 8 == 0 and 24 <= registers <= 256
 
 
-MODELS = {name: SHAPES[name] for name in ("Qwen3 30B-A3B", "gpt-oss 20B", "Mixtral 8x7B", "hidden 320")} | {
-    "DeepSeek V3": (256, 8, 7168, 2048),
-    "OLMoE": (64, 8, 2048, 1024),
+MODELS = {name: SHAPES[name] for name in ("qwen3_30b", "gpt_oss_20b", "mixtral_8x7b", "olmoe", "hidden 320")} | {
+    "deepseek_v3": PACKED["deepseek_v3_fp8"][1],
     "hidden 640": (4, 2, 640, 896),
 }
 
@@ -213,9 +213,9 @@ def test_refuses_with_every_reason():
 
 @pytest.mark.parametrize(
     ("model", "form", "matrices", "tokens"),
-    [("Qwen3 30B-A3B", "fp8 blocks", 2, 64), ("gpt-oss 20B", "MXFP4", 1, 256), ("Mixtral 8x7B", "AWQ", 1, 2048),
-     ("DeepSeek V3", "int8", 2, 2048), ("OLMoE", "int4 of 32", 2, 300), ("OLMoE", "NVFP4", 2, 300),
-     ("OLMoE", "AWQ", 1, 1)],
+    [("qwen3_30b", "fp8 blocks", 2, 64), ("gpt_oss_20b", "MXFP4", 1, 256), ("mixtral_8x7b", "AWQ", 1, 2048),
+     ("deepseek_v3", "int8", 2, 2048), ("olmoe", "int4 of 32", 2, 300), ("olmoe", "NVFP4", 2, 300),
+     ("olmoe", "AWQ", 1, 1)],
 )  # fmt: skip
 def test_it_lowers_for_cuda(model, form, matrices, tokens):
     config = chosen(model, tokens, form, False, matrices)
@@ -235,4 +235,4 @@ def test_it_lowers_for_cuda(model, form, matrices, tokens):
 
 
 def test_a_gate_and_up_of_many_rows_are_two_launches():
-    assert chosen("Mixtral 8x7B", 2048, "AWQ", False, 2) is None and chosen("Mixtral 8x7B", 2048, "AWQ", False)
+    assert chosen("mixtral_8x7b", 2048, "AWQ", False, 2) is None and chosen("mixtral_8x7b", 2048, "AWQ", False)
