@@ -20,10 +20,10 @@ import numpy as np
 
 from benchmarks.gpu import cupti, jobs, packed_product
 from jattn import device
-from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS
+from jattn.engine.xla_options import FEW_TOKENS, options_of
 from jattn.models.moe import MoE
 from jattn.ops.expert_rows import arrange
-from jattn.ops.experts import expert_product, row_multiple, silu_expert_product
+from jattn.ops.experts import choose_tile_rows, expert_product, silu_expert_product
 from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu.expert_product_config import ROW_TILES
 
@@ -88,14 +88,14 @@ def draw_experts(form: str, inner: int, width: int, seed: int, count: int) -> Qu
     return dataclasses.replace(drawn, scales=(drawn.scales * inner**-0.5).astype(drawn.scales.dtype))
 
 
-def products(weights, x, sizes, multiple: int):
+def products(weights, x, sizes, tile_rows: int):
     """The experts' MLPs of rows, by a launch for gate and up and one for down."""
-    return expert_product(silu_expert_product(x, *weights[:2], sizes, multiple), weights[2], sizes, multiple)
+    return expert_product(silu_expert_product(x, *weights[:2], sizes, tile_rows), weights[2], sizes, tile_rows)
 
 
 def compiled(f, *args, tokens: int):
-    options = CUDA_OPTIONS | (CUDA_OPTIONS_MANY_TOKENS if tokens > 64 else {})
-    return jax.jit(f).lower(*args).compile(compiler_options=options)
+    options = options_of(jax.default_backend(), tokens <= FEW_TOKENS)
+    return jax.jit(f).lower(*args).compile(compiler_options=options or None)
 
 
 def exactly(x, weights, expert: int) -> np.ndarray:
@@ -110,12 +110,12 @@ def exactly(x, weights, expert: int) -> np.ndarray:
 
 
 def measure(problem: Problem, tile_rows: int | None = None, timed: bool = True) -> dict:
-    """The row of a problem. tile_rows: instead of those that `row_multiple` gives; timed: also the times."""
+    """The row of a problem. tile_rows: instead of those that `choose_tile_rows` gives; timed: also the times."""
     x, weights, chosen = problem.draw()
-    multiple = tile_rows or row_multiple(len(chosen), x.dtype, weights)
-    rows = arrange(chosen, problem.experts, multiple)
+    is_chosen, tile_rows = tile_rows is None, tile_rows or choose_tile_rows(len(chosen), x.dtype, weights)
+    rows = arrange(chosen, problem.experts, tile_rows)
     given = x.at[rows.choice // problem.top].get(mode="promise_in_bounds")
-    run = compiled(functools.partial(products, multiple=multiple), weights, given, rows.sizes, tokens=problem.tokens)
+    run = compiled(functools.partial(products, tile_rows=tile_rows), weights, given, rows.sizes, tokens=problem.tokens)
     y = np.asarray(run(weights, given, rows.sizes)[rows.row], np.float64)
     picked = np.linspace(0, len(chosen) - 1, SAMPLED if problem.form is None else SAMPLED_PACKED).astype(int)
     every = np.asarray(x, np.float64)
@@ -128,14 +128,14 @@ def measure(problem: Problem, tile_rows: int | None = None, timed: bool = True) 
     figures = dict(us=us, floor_us=floor, ratio=us / floor, err=err)
     if (
         2 * len(chosen) * problem.experts * max(problem.hidden, problem.width) < MOST_TEMPORARY
-        and tile_rows is None
+        and is_chosen
         and problem.form is None
     ):
         plain = arrange(chosen, problem.experts)
         theirs = compiled(_by_xla, weights, x[plain.choice // problem.top], plain.sizes, tokens=problem.tokens)
         figures["xla_us"] = cupti.micros(theirs, weights, x[plain.choice // problem.top], plain.sizes, iterations=3)[0]
-    print("     ", {k: float(f"{v:.4g}") for k, v in figures.items()}, multiple, parts, flush=True)
-    return figures | dict(tile_rows=multiple, ok=err < 0.02)
+    print("     ", {k: float(f"{v:.4g}") for k, v in figures.items()}, tile_rows, parts, flush=True)
+    return figures | dict(tile_rows=tile_rows, ok=err < 0.02)
 
 
 def _by_xla(weights, x, sizes):

@@ -31,14 +31,8 @@ from jattn.engine.dispatch import Model, RowState, dispatch, empty_row_state
 from jattn.engine.packing import Packed
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import LEAST_ROWS, StepShape, StepShapes
-from jattn.engine.xla_options import CUDA_OPTIONS, CUDA_OPTIONS_MANY_TOKENS, FEW_TOKENS
 
 BURST, CONTEXT = 16, 600
-OPTIONS = {
-    "none": ({}, {}),
-    "engine": (CUDA_OPTIONS, CUDA_OPTIONS | CUDA_OPTIONS_MANY_TOKENS),
-}
-"""Options of XLA by name: for at most FEW_TOKENS, and for more."""
 
 
 def batch_of(shapes, tokens, rows, blocks, **sampling):
@@ -84,7 +78,7 @@ class Program:
     make_caches: Callable[[], Any]
     max_rows: int
     batch: Packed
-    options: dict
+    options: str  # of XLA: those of the `engine`, or `none`
     steps: int  # model steps of a dispatch
     compiled: Any = None
     seconds: tuple = ()  # to trace, lower and compile
@@ -96,17 +90,19 @@ class Program:
 
 def build(program: Program) -> Callable[[], Program]:
     """Trace and lower here; the returned function compiles, in any thread."""
-    begin = time.perf_counter()
     jitted = jax.jit(dispatch.function, static_argnums=0, donate_argnums=(2, 3))  # as `dispatch` does
     caches, before = jax.eval_shape(program.make_state)
-    traced = jitted.trace(program.model, program.params, caches, before, program.batch)
+    args = program.model, program.params, caches, before, program.batch
+    options = {"engine": dispatch.options(*args), "none": None}[program.options]
+    begin = time.perf_counter()
+    traced = jitted.trace(*args)
     traced_at = time.perf_counter()
     lowered = traced.lower()
     lowered_at = time.perf_counter()
 
     def finish():
         start = time.perf_counter()
-        program.compiled = lowered.compile(compiler_options=program.options or None)
+        program.compiled = lowered.compile(compiler_options=options or None)
         program.seconds = (traced_at - begin, lowered_at - traced_at, time.perf_counter() - start)
         return program
 
@@ -210,9 +206,8 @@ def main() -> None:
     def program(name, tokens, rows, options, size=64, **sampling):
         sized = dataclasses.replace(shapes, block_size=size)
         batch = batch_of(sized, tokens, rows, blocks_of(size), **sampling)
-        chosen = OPTIONS[options][tokens > FEW_TOKENS] if gpu else {}
         packed = packed_batch([batch], sized)
-        return Program(name, model, params, caches_of(size), max_rows, packed, chosen, BURST if rows else 1)
+        return Program(name, model, params, caches_of(size), max_rows, packed, options, BURST if rows else 1)
 
     def decode(rows, options, size=64, **sampling):
         more = "".join(f" {k}={v}" for k, v in sampling.items()) + (f" blocks of {size}" if size != 64 else "")
@@ -226,10 +221,9 @@ def main() -> None:
         narrow = models.config_of(LLAMA | keys | (SMALL if args.small else {}))
         weights = jax.eval_shape(lambda: models.init_params(narrow, 0, dtype))
         batch, caches = batch_of(shapes, 4, 4, blocks_of(16)), lambda: narrow.make_caches(blocks_of(16), 16, dtype)
-        chosen = OPTIONS["engine"][0] if gpu else {}
         model = Model(models.forward, narrow)
         packed = packed_batch([batch], shapes)
-        return Program(f"{layers} layers", model, weights, caches, max_rows, packed, chosen, BURST)
+        return Program(f"{layers} layers", model, weights, caches, max_rows, packed, "engine", BURST)
 
     half = max_rows // 2
     print(f"start {time.perf_counter() - begin:.1f} s", flush=True)

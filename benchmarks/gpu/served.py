@@ -25,7 +25,7 @@ from benchmarks.gpu.packed_product import draw
 from benchmarks.gpu.programs import Program, build, kernels
 from jattn import models
 from jattn.engine.batch import empty_batch, meta_of, packed_batch
-from jattn.engine.dispatch import Model, dispatch
+from jattn.engine.dispatch import Model
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import LEAST_ROWS, StepShape, StepShapes
 from jattn.models.quantising import PROJECTIONS
@@ -196,9 +196,7 @@ def program_of(case: Case, name: str, params: Any, config: models.ModelConfig) -
     make_caches = jax.jit(lambda: jax.tree.map(numbers, config.make_caches(num_blocks, BLOCK, "bfloat16")))
     batch = batch_of(name, shapes, num_blocks)
     model, steps = Model(models.forward, config), BURST if max(BATCHES[name][0]) == 1 else 1
-    program = Program(f"{case.name} {name}", model, params, make_caches, MOST_ROWS, batch, {}, steps)
-    program.options = dispatch.options(model, params, *jax.eval_shape(program.make_state), batch)
-    return program
+    return Program(f"{case.name} {name}", model, params, make_caches, MOST_ROWS, batch, "engine", steps)
 
 
 def measure(program: Program, repeats: int = 12) -> dict:

@@ -14,21 +14,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
 from jattn.backends.mla_gpu_listed import listed_rows
 from jattn.backends.mla_gpu_prefill import prefill_reasons, projected_prefill
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.latent import is_wide, write_latent
+from jattn.cache.latent import is_wide, latent_pages, row_scales, write_latent
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.subset import subset
 from jattn.mla_spec import MLAParams, MLASpec, absorb
-from jattn.ops.mla import MLAMetadata, absorbed_queries, projected_values
+from jattn.ops.mla import MLAMetadata, absorbed_queries, projected_values, with_gradient_of
 from jattn.ops.state import AttentionState
 from jattn.types import AnyArray, Feature, MultipleOf, pytree, static
-from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT
@@ -163,7 +161,7 @@ class MLAGpuImpl(MLAImpl):
 
     def _short(self, q, cache, m: MLAGpuMetadata, params: MLAParams) -> AttentionState:
         """The kernel's result. q: the tokens of the short requests."""
-        state: Any = _absorbed(self, m.config, q, cache, m.short, m.work, params)
+        state: Any = _absorbed(self, m.config, q, cache, m.short, params, m.work)
         return state
 
 
@@ -175,9 +173,9 @@ def _without_short(m: MLAGpuMetadata) -> MLAMetadata:
     return MLAMetadata(level=level, slot_mapping=m.slot_mapping, is_causal=m.is_causal)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@with_gradient_of(lambda impl, config, *args: impl._latent.forward_mqa(*args[:-1]), constants=2)
 def _absorbed(
-    impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, work: GpuWorkList, params: MLAParams
+    impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, work: GpuWorkList
 ) -> AttentionState:
     """The kernel over the cached rows of each request."""
     return _by_kernel(impl, config, q, cache, jnp.asarray(m.block_table), work, params)
@@ -186,17 +184,15 @@ def _absorbed(
 def _by_kernel(impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, table, work: GpuWorkList, params):
     """W_UK multiplied into q, the kernel over the cached rows, its result multiplied by W_UV, and all scales."""
     spec, params = impl.spec, absorb(impl.spec, params)
-    latent_scale = _scale(params.kv_c_scale)
-    rope_scale = latent_scale if config.whole_rows else _scale(params.k_pe_scale)
-    scales = jnp.repeat(jnp.stack([latent_scale, rope_scale]), np.array([spec.kv_lora_rank, spec.qk_rope_head_dim]))
+    _, scales = row_scales(spec, cache.spec, params)
     rows, factors = absorbed_queries(spec, q, params) * scales[None, None], None
     if config.is_decoded:
         rows, factors = _in_range(rows)
     rows = rows.astype(config.dtype)
     if config.whole_rows:
-        latents, ropes = _pages(cache.k, cache.spec), None
+        latents, ropes = latent_pages(cache.k, cache.spec), None
     else:
-        latents, ropes = _pages(cache.v, cache.spec), _pages(cache.k, cache.spec)
+        latents, ropes = latent_pages(cache.v, cache.spec), latent_pages(cache.k, cache.spec)
     out, lse = latent_attention(rows, latents, ropes, table, work, config, factors)
     return projected_values(AttentionState(out=out, lse=lse), q.dtype, params, params.kv_c_scale)
 
@@ -209,27 +205,7 @@ def _in_range(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rows / power[..., None], power
 
 
-def _pages(pool: jax.Array, cache_spec: KVCacheSpec) -> jax.Array:
-    """[N S .] of a pool with one kv head, in either order."""
-    return quant.native(pool, cache_spec.dtype).reshape(pool.shape[0], cache_spec.block_size, -1)
-
-
-def _scale(scale) -> jax.Array:
-    """f32 scalar; 1 for None."""
-    return jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(())
-
-
-def _absorbed_backward(impl: MLAGpuImpl, config: MlaKernelConfig, saved, cotangent):
-    q, cache, m, _, params = saved
-    reference = lambda q, cache, params: impl._latent.forward_mqa(q, cache, m, params)  # noqa: E731
-    dq, dcache, dparams = jax.vjp(reference, q, cache, params)[1](cotangent)
-    return dq, dcache, None, None, dparams
-
-
-_absorbed.defvjp(lambda impl, config, *args: (_absorbed(impl, config, *args), args), _absorbed_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@with_gradient_of(lambda impl, config, *args: impl._latent.forward_listed(*args), constants=2)
 def _listed(
     impl: MLAGpuImpl, config: MlaKernelConfig, q, cache: PagedKV, m: MLAMetadata, params: MLAParams, topk_indices
 ) -> AttentionState:
@@ -238,16 +214,6 @@ def _listed(
     starts = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
     work = build_work_list(starts, counts, q.shape[0], config.attention)
     return _by_kernel(impl, config, q, cache, rows, work, params)
-
-
-def _listed_backward(impl: MLAGpuImpl, config: MlaKernelConfig, saved, cotangent):
-    q, cache, m, params, topk_indices = saved
-    reference = lambda q, cache, params: impl._latent.forward_listed(q, cache, m, params, topk_indices)  # noqa: E731
-    dq, dcache, dparams = jax.vjp(reference, q, cache, params)[1](cotangent)
-    return dq, dcache, None, dparams, None
-
-
-_listed.defvjp(lambda impl, config, *args: (_listed(impl, config, *args), args), _listed_backward)
 
 
 class MLAPallasGpuBackend(MLABackend):

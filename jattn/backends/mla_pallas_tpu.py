@@ -10,25 +10,22 @@ layer whose mask or logits depend on positions takes one launch for all.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.latent import gather_latent, is_wide
+from jattn.cache.latent import gather_latent, is_wide, latent_pages, row_scales
 from jattn.cache.write import PACKED_PAGE, packed_as_pages
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, absorb
-from jattn.ops.mla import MLAMetadata, absorbed_queries, materialised, projected_values
+from jattn.ops.mla import MLAMetadata, absorbed_queries, materialised, projected_values, with_gradient_of
 from jattn.ops.state import AttentionState, merge, with_sinks
 from jattn.types import AnyArray, Feature, MultipleOf, pytree, static
-from pallas_kernels.algebra import quant
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.paging import slots_of
@@ -155,7 +152,7 @@ class MLATpuImpl(MLAImpl):
         return state
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@with_gradient_of(lambda impl, config, *args: impl._latent.forward_mqa(*args), constants=2)
 def _attend(
     impl: MLATpuImpl, config: TpuKernelConfig, q, cache: PagedKV, m: MLATpuMetadata, params: MLAParams
 ) -> AttentionState:
@@ -201,37 +198,15 @@ def _absorbed(
 ) -> AttentionState:
     """W_UK and the scales of the rows multiplied into q, the kernel, its result multiplied by W_UV."""
     spec, params = impl.spec, absorb(impl.spec, params)
-    latent_scale = _scale(params.kv_c_scale)
-    rope_scale = latent_scale if config.latent == "whole" else _scale(params.k_pe_scale)
-    scales = jnp.repeat(jnp.stack([latent_scale, rope_scale]), np.array([spec.kv_lora_rank, spec.qk_rope_head_dim]))
+    latent_scale, scales = row_scales(spec, cache.spec, params)
     rows = (absorbed_queries(spec, q, params) * scales[None, None]).astype(config.dtype)
     pools = (cache.k,) if config.latent == "whole" else (cache.k, cache.v)
     out, lse = ragged_latent_attention(
-        rows, tuple(_pages(pool, cache.spec) for pool in pools), jnp.asarray(m.block_table), m.work, config,
+        rows, tuple(latent_pages(pool, cache.spec) for pool in pools), jnp.asarray(m.block_table), m.work, config,
         alibi_slopes=params.alibi_slopes, sinks=params.sinks if config.has_sinks else None, latent_scale=latent_scale,
         chip=impl.chip.generation,
     )  # fmt: skip
     return projected_values(AttentionState(out=out, lse=lse), dtype or q.dtype, params)
-
-
-def _pages(pool: jax.Array, cache_spec: KVCacheSpec) -> jax.Array:
-    """[N S .] of a pool with one kv head, in either order."""
-    return quant.native(pool, cache_spec.dtype).reshape(pool.shape[0], cache_spec.block_size, -1)
-
-
-def _scale(scale) -> jax.Array:
-    """f32 scalar; 1 for None."""
-    return jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(())
-
-
-def _attend_backward(impl: MLATpuImpl, config: TpuKernelConfig, saved, cotangent):
-    q, cache, m, params = saved
-    reference = lambda q, cache, params: impl._latent.forward_mqa(q, cache, m, params)  # noqa: E731
-    dq, dcache, dparams = jax.vjp(reference, q, cache, params)[1](cotangent)
-    return dq, dcache, None, dparams
-
-
-_attend.defvjp(lambda impl, config, *args: (_attend(impl, config, *args), args), _attend_backward)
 
 
 class MLAPallasTpuBackend(MLABackend):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jattn.cache.layout import KVCacheSpec, PagedKV
 from jattn.cache.write import write_kv
@@ -44,6 +45,20 @@ def mla_cache_spec(
 def is_wide(spec: MLASpec, cache_spec: KVCacheSpec) -> bool:
     """Does the key pool have whole rows?"""
     return cache_spec.head_dim == spec.head_dim
+
+
+def latent_pages(pool: jax.Array, cache_spec: KVCacheSpec) -> jax.Array:
+    """[N S .] of a pool with one kv head, in either order."""
+    return quant.native(pool, cache_spec.dtype).reshape(pool.shape[0], cache_spec.block_size, -1)
+
+
+def row_scales(spec: MLASpec, cache_spec: KVCacheSpec, params: MLAParams) -> tuple[jax.Array, jax.Array]:
+    """(f32[] of the latent, f32[L+R] of each number of a row): what stored numbers are multiplied by, 1 for None."""
+    scalar = lambda scale: jnp.asarray(1.0 if scale is None else scale, jnp.float32).reshape(())
+    of_latent = scalar(params.kv_c_scale)
+    of_rope = of_latent if is_wide(spec, cache_spec) else scalar(params.k_pe_scale)
+    sizes = np.array([spec.kv_lora_rank, spec.qk_rope_head_dim])
+    return of_latent, jnp.repeat(jnp.stack([of_latent, of_rope]), sizes)
 
 
 def check_latent(spec: MLASpec, cache_spec: KVCacheSpec, params: MLAParams | None = None) -> None:

@@ -13,7 +13,17 @@ from jax.sharding import Mesh
 
 from jattn import device
 from jattn.cache import PagedKV
-from jattn.engine import admission, callers, construction, data_ranks, interrupts, shared_prefix, sizing, turns, weights
+from jattn.engine import (
+    admission,
+    callers,
+    construction,
+    data_ranks,
+    interrupts,
+    shared_prefix,
+    sizing,
+    switch_interval,
+    weights,
+)
 from jattn.engine.batch import stop_ids_of
 from jattn.engine.flights import Flights
 from jattn.engine.outputs import RequestOutput
@@ -265,7 +275,7 @@ class Engine:
     def _take_step(self) -> None:
         """Take a step, and keep its outputs until step() returns them, even if an interrupt comes before."""
         self._check_step()
-        with turns.short:
+        with switch_interval.short:
             self._loop.step()
 
     def _check_step(self) -> None:

@@ -19,13 +19,13 @@ from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.layers import (
     Stream,
     attention_sublayer,
+    begin_layer,
     embed_tokens,
+    finish_layer,
     first_stream,
     head,
     last_hidden,
     last_x,
-    layer_gives,
-    layer_reads,
     on_one_device,
 )
 from jattn.models.model_mesh import ModelMesh
@@ -131,7 +131,7 @@ def _each_layer(
         z = None if layer.layer_input is None else inputs[:, i]
         if wanted is not None and i == count - 1:
             stream, read, x, z, is_live = jax.tree.map(lambda rows: rows[wanted], (stream, read, x, z, is_live))
-        stream = _layer_gives(layer, model_mesh, weights, stream, read, x, z, is_live, sums)
+        stream = _finish_layer(layer, model_mesh, weights, stream, read, x, z, is_live, sums)
     return caches, stream
 
 
@@ -157,7 +157,7 @@ def _self_attention(
         attend = lambda q, k, v, params, angles: attn(q, k, v, cache, plan, params, angles)
         return project_and_attend(config, weights["attn"], y, attend, multiply=by, **at)
 
-    read = layer_reads(layer, weights, stream)
+    read = begin_layer(layer, weights, stream)
     cache, x = attention_sublayer(layer, weights, read[1], attention)
     return cache, read, x
 
@@ -179,7 +179,7 @@ def _cross_attention(layer: LayerConfig, attn: PagedAttention, weights, x, cache
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _layer_gives(
+def _finish_layer(
     layer: LayerConfig, model_mesh: ModelMesh | None, weights, stream: Stream, read, attended, z, is_live,
     sums: RankSums,
 ):  # fmt: skip
@@ -187,7 +187,7 @@ def _layer_gives(
         function_of = functools.partial(on_one_device, is_live=is_live)
     else:
         function_of = functools.partial(model_mesh.mlp, sums=sums, is_live=is_live)
-    return layer_gives(layer, weights, stream, read, attended, z, function_of)
+    return finish_layer(layer, weights, stream, read, attended, z, function_of)
 
 
 class _AttentionPlans:

@@ -180,20 +180,21 @@ class Scheme:
         try:
             decoded = self.decode(*tensors)
             decoded.check(self.group_size)
-            self._check_range(decoded, dtype)
+            check_range(decoded, self.format, dtype)
         except ValueError as error:
             if name is None:
                 raise
             raise ValueError(f"{name}: {error}") from error
         return decoded
 
-    def _check_range(self, decoded: Decoded, dtype: Any) -> None:
-        """ValueError if the largest code with the largest scale and factor does not fit in the weight's dtype."""
-        largest = FORMATS[self.format].largest * (1 if decoded.zero_points is None else 2)
-        scale, limit = largest_magnitude(decoded.scales), float(jnp.finfo(dtype).max)
-        scale *= 1 if decoded.factor is None else largest_magnitude(decoded.factor)
-        if scale * largest > limit:
-            raise ValueError(f"a scale of {scale:g} gives weights that do not fit in {np.dtype(dtype).name}")
+
+def check_range(weight: Decoded | QuantisedArray, format: str, dtype: Any) -> None:
+    """ValueError if the largest code with the largest scale and factor does not fit in the weight's dtype."""
+    largest = FORMATS[format].largest * (1 if weight.zero_points is None else 2)
+    scale, limit = largest_magnitude(np.asarray(weight.scales)), float(jnp.finfo(dtype).max)
+    scale *= 1 if weight.factor is None else largest_magnitude(np.asarray(weight.factor))
+    if scale * largest > limit:
+        raise ValueError(f"a scale of {scale:g} gives weights that do not fit in {np.dtype(dtype).name}")
 
 
 def _inputs_axis(make: Callable) -> int:

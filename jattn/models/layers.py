@@ -64,7 +64,7 @@ def first_stream(
     return Stream(x if config.altup is None else config.altup.begin(params["altup"], x)), inputs
 
 
-def layer_reads(layer: LayerConfig, weights: dict[str, Any], stream: Stream) -> tuple[jax.Array, jax.Array]:
+def begin_layer(layer: LayerConfig, weights: dict[str, Any], stream: Stream) -> tuple[jax.Array, jax.Array]:
     """(streams, x): x [T, hidden] is what the layer computes with; streams: of AltUp, as predicted."""
     if layer.altup is None:
         return stream.x, stream.x
@@ -117,7 +117,7 @@ def mlp_sublayer(
     return residual(layer.mlp_norms, "mlp", weights, x, mlp, base=attended)[1]
 
 
-def layer_gives(
+def finish_layer(
     layer: LayerConfig,
     weights: dict[str, Any],
     stream: Stream,
@@ -126,7 +126,7 @@ def layer_gives(
     z: jax.Array | None,
     function_of: FunctionOf = on_one_device,
 ) -> Stream:
-    """The Stream after the layer. read: as `layer_reads` gives it. attended: x after attention. z: its layer input."""
+    """The Stream after the layer. read: as `begin_layer` gives it. attended: x after attention. z: its layer input."""
     streams, x = read
     x = mlp_sublayer(layer, weights, x, attended, function_of)
     x = x if stream.late is None else x + stream.late
@@ -155,9 +155,9 @@ def whole_layer(
     function_of: FunctionOf = on_one_device,
 ) -> tuple:
     """(cache, the Stream after a layer without cross attention); attention(x) -> (cache, y)."""
-    read = layer_reads(layer, weights, stream)
+    read = begin_layer(layer, weights, stream)
     cache, attended = attention_sublayer(layer, weights, read[1], attention)
-    return cache, layer_gives(layer, weights, stream, read, attended, z, function_of)
+    return cache, finish_layer(layer, weights, stream, read, attended, z, function_of)
 
 
 def last_x(config: ModelConfig, params: dict[str, Any], stream: Stream) -> jax.Array:

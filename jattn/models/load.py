@@ -17,14 +17,14 @@ from jattn.errors.arguments import check_kind, dtype_name, function, optional
 from jattn.models.checkpoint import Checkpoint, as_floats, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
-from jattn.models.hub_scheme import CACHE_SCALES
+from jattn.models.hub_scheme import CACHE_SCALES, check_range
 from jattn.models.model_folder import FLOATS, ModelFolder, read_model_folder
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
 from jattn.models.weight_tree import weight_paths, weight_specs
 from jattn.nn.weight_spec import WeightSpec, is_weight_spec
-from jattn.ops.quantised import is_quantised
+from jattn.ops.quantised import QuantisedArray, is_quantised
 
 WRONG_TENSORS = ValueError, TypeError, IndexError, ArithmeticError
 """What conversions raise for ranks, shapes or dtypes that do not fit."""
@@ -275,7 +275,7 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
     if value.shape != spec.shape:
         raise ValueError(f"{tensor} gives {path} the shape {value.shape} but config.json says {spec.shape}")
     if is_quantised(value):
-        return value if dtype is None else dataclasses.replace(value, dtype=jax.dtypes.canonicalize_dtype(dtype))
+        return _of_dtype(value, dtype, tensor)
     if value.dtype.name not in FLOATS:
         alone = " without scales" if value.dtype.itemsize == 1 else ""
         raise ValueError(f"{tensor} gives {path} as {value.dtype}{alone}; weights must be one of {', '.join(FLOATS)}")
@@ -284,6 +284,17 @@ def _made(source: TensorSource, stored: list[np.ndarray], path: str, spec: Weigh
     if was_converted and not is_finite(made):
         raise ValueError(f"{tensor} does not fit in {made.dtype}: some values are too large")
     return made
+
+
+def _of_dtype(weight: QuantisedArray, dtype: Any, tensor: str) -> QuantisedArray:
+    """The weight with this dtype, if it is not None; ValueError if its numbers do not fit."""
+    dtype = weight.dtype if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
+    if jax.numpy.finfo(dtype).max < jax.numpy.finfo(weight.dtype).max:  # others were checked when they were made
+        try:
+            check_range(weight, weight.format, dtype)
+        except ValueError as error:
+            raise ValueError(f"{tensor}: {error}") from None
+    return dataclasses.replace(weight, dtype=dtype)
 
 
 def _check_names(

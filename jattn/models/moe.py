@@ -10,7 +10,7 @@ from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 from jattn.ops.expert_rows import ExpertRows, arrange, take_rows
-from jattn.ops.experts import expert_product, expert_products, row_multiple, silu_expert_product
+from jattn.ops.experts import choose_tile_rows, expert_product, expert_products, silu_expert_product
 from jattn.ops.product import product
 
 SCORES = ("softmax", "softmax_over_all", "sigmoid", "sigmoid_of_input", "sparsemixer")
@@ -150,12 +150,13 @@ class MoE:
             flat = jnp.where(jnp.repeat(is_live, self.top_k), flat, count)  # count: of no expert
         x, score = jnp.asarray(x), score.reshape(-1, 1).astype(x.dtype)
         kernels = [weights[name]["kernel"] for name in ("gate", "up", "down")]
-        multiple = row_multiple(flat.shape[0], x.dtype, kernels, share=count / self.num_routes)
-        rows = arrange(flat, count, multiple)
+        tile_rows = choose_tile_rows(flat.shape[0], x.dtype, kernels, share=count / self.num_routes)
+        rows = arrange(flat, count, tile_rows)
         given = take_rows(x, rows.choice // self.top_k)
         if on_input := self.scores == "sigmoid_of_input":
             given = given * score[rows.choice]
-        y = self._experts(weights, given, rows, multiple, most_rows=x.shape[0])
+        most_rows = -(-x.shape[0] // tile_rows) * tile_rows  # a token chooses an expert once at most
+        y = self._experts(weights, given, rows, tile_rows, most_rows)
         y = y.at[rows.row].get(mode="fill" if may_be_absent else "promise_in_bounds", fill_value=0)  # 0: absent
         y = y if on_input else y * score
         y = y.reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
@@ -202,12 +203,12 @@ class MoE:
         y = self.shared(weights["shared"], x)
         return y * jax.nn.sigmoid(linear(weights["shared_gate"], x)) if self.shared_gate else y
 
-    def _experts(self, weights: dict, x: jax.Array, rows: ExpertRows, multiple: int, most_rows: int) -> jax.Array:
-        """The experts' MLPs of x [rows, hidden], arranged as `rows`, each expert's padded to `multiple`.
+    def _experts(self, weights: dict, x: jax.Array, rows: ExpertRows, tile_rows: int, most_rows: int) -> jax.Array:
+        """The experts' MLPs of x [rows, hidden], arranged as `rows`, each expert's padded to tiles of `tile_rows`.
 
-        most_rows: of an expert, without padding.
+        most_rows: of an expert, with padding.
         """
-        of_rows = rows.sizes, multiple, rows.tiles, most_rows
+        of_rows = rows.sizes, tile_rows, rows.tiles, most_rows
         gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
 
         def with_bias(name: str, y: jax.Array) -> jax.Array:

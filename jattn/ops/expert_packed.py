@@ -23,8 +23,8 @@ READ_RATES = {"int8": 3.0e6, "fp8": 3.0e6, "int4": 2.6e6, "fp4": 2.0e6}
 START = 3.0  # microseconds that a launch of expert_packed_sm90.py takes longer to begin than one of that kernel
 
 
-def row_multiple(choices: int, dtype: str, matrices: Sequence[QuantisedArray], share: float = 1.0) -> int:
-    """A multiple to which the rows of each expert are padded for these matrices; 1: there is no such launch, or few
+def choose_tile_rows(choices: int, dtype: str, matrices: Sequence[QuantisedArray], share: float = 1.0) -> int:
+    """Rows of a tile, to a multiple of which the rows of each expert are padded; 1: there is no such launch, or few
     rows by packed_product_sm90.py are faster.
 
     choices: the rows of all experts together at most, without padding; share: the part of them that these experts may
@@ -49,11 +49,11 @@ def row_multiple(choices: int, dtype: str, matrices: Sequence[QuantisedArray], s
     return tile_rows if ours < theirs else 1
 
 
-def config_of(x: Any, matrices: Sequence[Any], multiple: int) -> ExpertPackedConfig | None:
-    """The launch for rows padded to `multiple` and one matrix, or gate and up; None if there is none."""
-    if multiple == 1 or x.shape[0] % multiple or not are_alike(matrices):
+def config_of(x: Any, matrices: Sequence[Any], tile_rows: int) -> ExpertPackedConfig | None:
+    """The launch for tiles of so many rows and one matrix, or gate and up; None if there is none."""
+    if tile_rows == 1 or x.shape[0] % tile_rows or not are_alike(matrices):
         return None
-    return _choose(x.shape[0], x.dtype.name, matrices, multiple)
+    return _choose(x.shape[0], x.dtype.name, matrices, tile_rows)
 
 
 def are_alike(matrices: Sequence[Any]) -> bool:
@@ -73,7 +73,7 @@ def _choose(rows: int, dtype: str, matrices: Sequence[QuantisedArray], tile_rows
         return None
     return choose(
         processors, width=width, matrices=len(matrices), chip=device.detect().generation, rows=rows, inner=inner,
-        experts=experts, multiple=tile_rows, dtype=dtype, x_dtype=dtype, **first.form,
+        experts=experts, tile_rows=tile_rows, dtype=dtype, x_dtype=dtype, **first.form,
     )  # fmt: skip
 
 

@@ -16,29 +16,32 @@ BLOCK = 128  # choices that are compared with one another
 class ExpertRows(NamedTuple):
     """An order of choices of experts, each a token's choice of one expert. A pytree.
 
-    The rows of an expert lie together, in the order of the choices, padded to a multiple; then the next expert's.
+    The rows of an expert lie together, in the order of the choices, padded to tiles; then the next expert's.
     """
 
     choice: jax.Array  # i32[rows]: the choice in each row; 0 in padding
     row: jax.Array  # i32[choices]: the row of each choice; the number of rows: its expert is not among these
     expert: jax.Array  # i32[rows]: the expert of the choice in each row; 0 in padding, whichever expert's
     sizes: jax.Array  # i32[experts]: rows of each expert, with padding
-    tiles: jax.Array | None = None  # i32[1 + rows / multiple, 3]: see expert_product_sm90.py; None: not computed
+    tiles: jax.Array | None = None  # i32[1 + rows / tile_rows, 3]: see expert_product_sm90.py; None: not computed
 
 
-def arrange(expert: jax.Array, experts: int, multiple: int = 1) -> ExpertRows:
-    """expert i32[choices]: the expert of each choice, from 0 to experts - 1; `experts`: of no expert here."""
+def arrange(expert: jax.Array, experts: int, tile_rows: int = 1) -> ExpertRows:
+    """expert i32[choices]: the expert of each choice, from 0 to experts - 1; `experts`: of no expert here.
+
+    tile_rows: each expert's rows are padded to a multiple of it; 1: they are not padded.
+    """
     if device.detect().generation == "sm_90" and not is_partitioned() and kernel.serves(expert.shape[0], experts):
-        return _by_kernel(expert, experts, multiple)
-    return arrange_in_steps(expert, experts, multiple)
+        return _by_kernel(expert, experts, tile_rows)
+    return arrange_in_steps(expert, experts, tile_rows)
 
 
-def arrange_in_steps(expert: jax.Array, experts: int, multiple: int) -> ExpertRows:
+def arrange_in_steps(expert: jax.Array, experts: int, tile_rows: int) -> ExpertRows:
     """`arrange` by XLA."""
     count = expert.shape[0]
     rank, sizes = _ranks(expert, experts)
-    padded = -(-sizes // multiple) * multiple
-    rows = count if multiple == 1 else padded_count(count, experts, multiple)
+    padded = -(-sizes // tile_rows) * tile_rows
+    rows = count if tile_rows == 1 else padded_count(count, experts, tile_rows)
     first = jnp.append(jnp.cumsum(padded) - padded, rows).astype(jnp.int32)
     row = jnp.where(expert < experts, first[expert] + rank, rows)
     place = lambda value: jnp.zeros(rows, jnp.int32).at[row].set(value, mode="drop")
@@ -46,12 +49,12 @@ def arrange_in_steps(expert: jax.Array, experts: int, multiple: int) -> ExpertRo
     return jax.lax.optimization_barrier(found)  # else XLA:GPU computes a row's place again for each of its columns
 
 
-def _by_kernel(expert: jax.Array, experts: int, multiple: int) -> ExpertRows:
+def _by_kernel(expert: jax.Array, experts: int, tile_rows: int) -> ExpertRows:
     """`arrange` in one launch. Under vmap it is called once per element."""
-    rows = padded_count(expert.shape[0], experts, multiple)
-    launch = functools.partial(kernel.arrange, experts=experts, multiple=multiple, rows=rows)
+    rows = padded_count(expert.shape[0], experts, tile_rows)
+    launch = functools.partial(kernel.arrange, experts=experts, tile_rows=tile_rows, rows=rows)
     *found, tiles = jax.custom_batching.sequential_vmap(lambda expert: launch(expert))(expert)
-    return ExpertRows(*found, tiles=tiles if multiple > 1 else None)
+    return ExpertRows(*found, tiles=tiles if tile_rows > 1 else None)
 
 
 @jax.custom_jvp
@@ -98,6 +101,6 @@ def experts_of_tiles(sizes: jax.Array, tile_rows: int, tiles: int) -> tuple[jax.
     return expert, (ends - of_expert)[expert], of_expert
 
 
-def padded_count(choices: int, experts: int, multiple: int) -> int:
-    """Rows that are enough for any choices, each expert's padded to a multiple."""
-    return (choices + min(choices, experts) * (multiple - 1)) // multiple * multiple
+def padded_count(choices: int, experts: int, tile_rows: int) -> int:
+    """Rows that are enough for any choices, each expert's padded to tiles of `tile_rows`."""
+    return (choices + min(choices, experts) * (tile_rows - 1)) // tile_rows * tile_rows

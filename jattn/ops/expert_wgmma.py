@@ -16,8 +16,9 @@ from pallas_kernels.gpu.expert_product_config import ExpertProductConfig, choose
 Shape = tuple[int, ...]
 
 
-def row_multiple(choices: int, dtype: str, matrices: Sequence[Shape], share: float = 1.0) -> int:
-    """A multiple to which the rows of each expert are padded for these matrices; 1: the kernel does not serve them.
+def choose_tile_rows(choices: int, dtype: str, matrices: Sequence[Shape], share: float = 1.0) -> int:
+    """Rows of a tile, to a multiple of which the rows of each expert are padded; 1: the kernel does not serve these
+    matrices.
 
     choices: the rows of all experts together at most, without padding; share: the part of them that these experts may
     expect. matrices: their shapes [experts, inner, width].
@@ -31,13 +32,13 @@ def row_multiple(choices: int, dtype: str, matrices: Sequence[Shape], share: flo
     return tile_rows if is_served else 1
 
 
-def config_of(x: jax.Array, matrices: Sequence[Any], multiple: int) -> ExpertProductConfig | None:
-    """The launch for rows padded to `multiple`; None if there is none. matrices: plain, or to be dequantised."""
+def config_of(x: jax.Array, matrices: Sequence[Any], tile_rows: int) -> ExpertProductConfig | None:
+    """The launch for tiles of so many rows; None if there is none. matrices: plain, or to be dequantised."""
     shape = matrices[0].shape
     differ = any(m.shape != shape or isinstance(m, jax.Array) and m.dtype != x.dtype for m in matrices)
-    if multiple == 1 or x.shape[0] % multiple or differ:
+    if tile_rows == 1 or x.shape[0] % tile_rows or differ:
         return None
-    return _choose(x.shape[0], x.dtype.name, shape, multiple, len(matrices))
+    return _choose(x.shape[0], x.dtype.name, shape, tile_rows, len(matrices))
 
 
 def _choose(rows: int, dtype: str, shape: Shape, tile_rows: int, matrices: int = 1) -> ExpertProductConfig | None:

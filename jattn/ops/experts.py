@@ -46,8 +46,8 @@ Chosen for memory, not by times."""
 Kernel = jax.Array | QuantisedArray
 
 
-def row_multiple(choices: int, dtype: Any, kernels: Sequence[Kernel], share: float = 1.0) -> int:
-    """Products are fast if the rows of each expert are padded to a multiple of this; 1: they need not be.
+def choose_tile_rows(choices: int, dtype: Any, kernels: Sequence[Kernel], share: float = 1.0) -> int:
+    """Rows of a tile: products are fast if the rows of each expert are padded to a multiple of it; 1: without padding.
 
     choices: the rows of all experts together, without padding; share: the part of them that these experts may expect.
     """
@@ -56,79 +56,79 @@ def row_multiple(choices: int, dtype: Any, kernels: Sequence[Kernel], share: flo
         return 1
     packed, name = [kernel for kernel in kernels if isinstance(kernel, QuantisedArray)], x.dtype.name
     if len(packed) == len(kernels):
-        if (multiple := expert_packed.row_multiple(choices, name, packed, share)) > 1:
-            return multiple
+        if (tile_rows := expert_packed.choose_tile_rows(choices, name, packed, share)) > 1:
+            return tile_rows
         if all(_packed_config(x, (kernel,)) is not None for kernel in packed):
             return 1
-    return expert_wgmma.row_multiple(choices, name, [kernel.shape for kernel in kernels], share)
+    return expert_wgmma.choose_tile_rows(choices, name, [kernel.shape for kernel in kernels], share)
 
 
 def expert_product(
-    x: jax.Array, kernel: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None,
+    x: jax.Array, kernel: Kernel, sizes: jax.Array, tile_rows: int = 1, tiles: jax.Array | None = None,
     most_rows: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """[N, out]: x [N, in], in the order of its rows' experts, times kernel [experts, in, out]; in the dtype of x.
 
-    sizes i32[experts]: rows of each expert, all of them multiples of `multiple`. Rows beyond their sum are undefined.
+    sizes i32[experts]: rows of each expert, all of them multiples of `tile_rows`. Rows beyond their sum are undefined.
     tiles: those of ExpertRows; None: made from the sizes where they are needed.
-    most_rows: of an expert, without padding; None: not known.
+    most_rows: bound of these sizes; None: not known.
     """
     _check_sizes(sizes, kernel)
     if not x.shape[0]:  # the others have no tile then
         return _ragged_dot(x, kernel, sizes)
     if _is_native(x, kernel):
         return _native(x, kernel, sizes)
-    if (packed := expert_packed.config_of(x, [kernel], multiple)) is not None:
+    if (packed := expert_packed.config_of(x, [kernel], tile_rows)) is not None:
         return _wgmma(x, (kernel,), sizes, tiles, packed)
     if (few := _packed_config(x, (kernel,), most_rows)) is not None:
         return _packed(x, (kernel,), sizes, few)[0]
-    if (config := expert_wgmma.config_of(x, [kernel], multiple)) is not None:
+    if (config := expert_wgmma.config_of(x, [kernel], tile_rows)) is not None:
         return _wgmma(x, (plain(kernel, x.dtype),), sizes, tiles, config)
     return _dots(x, kernel, sizes)
 
 
 def expert_products(
-    x: jax.Array, kernels: tuple[Kernel, ...], sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None,
+    x: jax.Array, kernels: tuple[Kernel, ...], sizes: jax.Array, tile_rows: int = 1, tiles: jax.Array | None = None,
     most_rows: int | None = None,
 ) -> list[jax.Array]:  # fmt: skip
     """`expert_product` of each of these matrices; packed ones of few rows in one launch."""
     for kernel in kernels:
         _check_sizes(sizes, kernel)
-    each = [expert_packed.config_of(x, [kernel], multiple) for kernel in kernels]
+    each = [expert_packed.config_of(x, [kernel], tile_rows) for kernel in kernels]
     if each == [None] * len(kernels) and (few := _packed_config(x, kernels, most_rows)) is not None:
         return _packed(x, kernels, sizes, few)
-    return [expert_product(x, kernel, sizes, multiple, tiles, most_rows) for kernel in kernels]
+    return [expert_product(x, kernel, sizes, tile_rows, tiles, most_rows) for kernel in kernels]
 
 
 def silu_expert_product(
-    x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, multiple: int = 1, tiles: jax.Array | None = None,
+    x: jax.Array, gate: Kernel, up: Kernel, sizes: jax.Array, tile_rows: int = 1, tiles: jax.Array | None = None,
     most_rows: int | None = None,
 ) -> jax.Array:  # fmt: skip
     """silu(x gate) * (x up). In one launch both products stay float32; else each is rounded to the dtype of x first."""
     _check_sizes(sizes, gate)
     if not isinstance(gate, QuantisedArray) and not isinstance(up, QuantisedArray):
-        if (config := expert_wgmma.config_of(x, [gate, up], multiple)) is not None:
+        if (config := expert_wgmma.config_of(x, [gate, up], tile_rows)) is not None:
             return _wgmma(x, (gate, up), sizes, tiles, config)
-    if (packed := expert_packed.config_of(x, [gate, up], multiple)) is not None:
+    if (packed := expert_packed.config_of(x, [gate, up], tile_rows)) is not None:
         return _wgmma(x, (gate, up), sizes, tiles, packed)
-    if (config := _dequantised_config(x, (gate, up), multiple)) is not None:
+    if (config := _dequantised_config(x, (gate, up), tile_rows)) is not None:
         return _wgmma(x, (plain(gate, x.dtype), plain(up, x.dtype)), sizes, tiles, config)
-    of_gate, of_up = expert_products(x, (gate, up), sizes, multiple, tiles, most_rows)
+    of_gate, of_up = expert_products(x, (gate, up), sizes, tile_rows, tiles, most_rows)
     return jax.nn.silu(of_gate) * of_up
 
 
-def _dequantised_config(x: jax.Array, kernels: tuple[Kernel, Kernel], multiple: int) -> ExpertProductConfig | None:
+def _dequantised_config(x: jax.Array, kernels: tuple[Kernel, Kernel], tile_rows: int) -> ExpertProductConfig | None:
     """The launch of `_wgmma` for gate and up, of which quantised ones are dequantised; None if one is multiplied packed
     or both are large."""
-    if any(isinstance(kernel, QuantisedArray) and _is_packed(x, kernel, multiple) for kernel in kernels):
+    if any(isinstance(kernel, QuantisedArray) and _is_packed(x, kernel, tile_rows) for kernel in kernels):
         return None
     held = sum(math.prod(kernel.shape) for kernel in kernels) * x.dtype.itemsize
-    return expert_wgmma.config_of(x, kernels, multiple) if held <= DEQUANTISED_BYTES else None
+    return expert_wgmma.config_of(x, kernels, tile_rows) if held <= DEQUANTISED_BYTES else None
 
 
-def _is_packed(x: jax.Array, kernel: QuantisedArray, multiple: int) -> bool:
+def _is_packed(x: jax.Array, kernel: QuantisedArray, tile_rows: int) -> bool:
     """Is the matrix multiplied as it is by a GPU kernel?"""
-    return expert_packed.config_of(x, [kernel], multiple) is not None or _packed_config(x, (kernel,)) is not None
+    return expert_packed.config_of(x, [kernel], tile_rows) is not None or _packed_config(x, (kernel,)) is not None
 
 
 def _check_sizes(sizes: jax.Array, kernel: Kernel) -> None:

@@ -251,19 +251,22 @@ class LatentAttention:
         return attend_packed(call, q, k, v, batch, _attention_params(params))
 
 
-def with_gradient_of(plain: Callable) -> Callable:
-    """Decorator of (latent, q, cache, m, params, ..): its gradient is that of plain(latent, ..), which runs again."""
+def with_gradient_of(plain: Callable, constants: int = 1) -> Callable:
+    """Decorator of (latent, q, cache, m, params, ..): its gradient is that of plain(latent, ..), which runs again.
+
+    constants: how many arguments, of any kind, come before q.
+    """
 
     def decorated(function):
-        call = jax.custom_vjp(function, nondiff_argnums=(0,))
+        call = jax.custom_vjp(function, nondiff_argnums=tuple(range(constants)))
 
-        def backward(latent: LatentAttention, saved, cotangent):
-            q, cache, m, *others = saved
-            compute = lambda q, cache, *others: plain(latent, q, cache, m, *others)
+        def backward(*args):
+            *given, (q, cache, m, *others), cotangent = args
+            compute = lambda q, cache, *others: plain(*given, q, cache, m, *others)
             dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
             return dq, dcache, None, *dothers
 
-        call.defvjp(lambda latent, *args: (function(latent, *args), args), backward)
+        call.defvjp(lambda *args: (function(*args), args[constants:]), backward)
         return call
 
     return decorated
@@ -352,10 +355,11 @@ def _heads_product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def _two_bfloat16(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(f32 x rounded, the rest rounded), as bfloat16. XLA:GPU leaves out a conversion to bfloat16 and back, without
-    which the rest would be 0, but not reduce_precision."""
+    """(f32 x rounded, the rest rounded), as bfloat16. The rest of an infinity is 0. XLA:GPU leaves out a conversion to
+    bfloat16 and back, without which the rest would be 0, but not reduce_precision."""
     high = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
+    rest = jnp.where(jnp.isinf(high), 0, x - high)
+    return high.astype(jnp.bfloat16), rest.astype(jnp.bfloat16)
 
 
 def _queries_of(level: Level, keep: jax.Array, max_query_len: int) -> Level:

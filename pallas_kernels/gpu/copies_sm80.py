@@ -62,8 +62,7 @@ def put_rows(row_list, own_rows, *, block):
         _, _, lane, warp = ptx.lane_position(hidden=True)
         mine = rows.register_value(own_rows.registers.flat[0])
         place = ptx.add(ptx.pointer(row_list, 3), ptx.mul(ptx.add(ptx.mul(warp, keys), lane), 4))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0], $2; }"
-        ptx.asm(text, "r,r,r", place, ptx.bool_to_i32(ptx.less(lane, ptx.i32(keys))), mine)
+        ptx.store_if(place, ptx.bool_to_i32(ptx.less(lane, ptx.i32(keys))), mine, space="shared")
 
     put(row_list, own_rows)
 

@@ -28,7 +28,8 @@ class ExpertPackedConfig(StagedConfig):
     """
 
     experts: int
-    multiple: int = 8  # of the rows of each expert: the rows of a tile
+    # a property of the other launches, which they derive from their rows
+    tile_rows: int = 8  # pyright: ignore[reportIncompatibleMethodOverride]  the rows of each expert are a multiple of it
     ctas: int = 132
 
     @property
@@ -50,11 +51,6 @@ class ExpertPackedConfig(StagedConfig):
     def strips(self) -> int:
         """Of the result."""
         return self.width // self.strip
-
-    @property
-    def tile_rows(self) -> int:
-        """A tile has rows of one expert."""
-        return self.multiple
 
     @property
     def tiles(self) -> int:

@@ -27,8 +27,6 @@ WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
 GROUP = 32  # choices of a warp, in each turn
 MOST_COUNTS = 16384  # of an expert's choices in a group
 MOST_EXPERTS = 2048  # all of which each thread reads
-_STORE = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
-_STORE_SHARED = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0], $2; }"
 _LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, -1; @p ld.global.nc.b32 $0, [$1]; }"
 _LOAD_SHARED = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.shared.b32 $0, [$1]; }"
 
@@ -38,21 +36,21 @@ def serves(choices: int, experts: int) -> bool:
     return choices > 0 and experts <= MOST_EXPERTS and cdiv(choices, GROUP) * experts <= MOST_COUNTS
 
 
-@functools.partial(jax.jit, static_argnames=("experts", "multiple", "rows"))  # equal layers share one compiled kernel
-def arrange(expert: jax.Array, experts: int, multiple: int, rows: int) -> tuple[jax.Array, ...]:
-    """(choice i32[rows], row i32[choices], expert i32[rows], sizes i32[experts], tiles i32[1 + rows / multiple, 3]).
+@functools.partial(jax.jit, static_argnames=("experts", "tile_rows", "rows"))  # equal layers share one compiled kernel
+def arrange(expert: jax.Array, experts: int, tile_rows: int, rows: int) -> tuple[jax.Array, ...]:
+    """(choice i32[rows], row i32[choices], expert i32[rows], sizes i32[experts], tiles i32[1 + rows / tile_rows, 3]).
 
     expert i32[choices]: from 0 to `experts`, which is none of them. The rows of an expert lie together, in the order of
-    the choices, padded to a multiple; then the next expert's. The results: choice and expert of each row, 0 in padding;
-    row of each choice, `rows` if its expert is none of these; tiles: how many tiles of `multiple` rows are used, three
+    the choices, padded to tiles; then the next expert's. The results: choice and expert of each row, 0 in padding;
+    row of each choice, `rows` if its expert is none of these; tiles: how many tiles of `tile_rows` rows are used, three
     times, then for each tile its expert, the first tile of that expert and the number of its tiles, or zeros if it is
     not used.
     """
-    choices, tiles = expert.shape[0], rows // multiple
+    choices, tiles = expert.shape[0], rows // tile_rows
 
     def arrange_experts(*refs):  # the kernel's name in a profile
         shared = [plgpu.SMEM((words,), jnp.int32) for words in shared_words(choices, experts)]
-        pl.run_scoped(functools.partial(_warpgroup, experts, multiple, refs), *shared, collective_axes="wg")
+        pl.run_scoped(functools.partial(_warpgroup, experts, tile_rows, refs), *shared, collective_axes="wg")
 
     mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=WARPGROUPS, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -68,7 +66,7 @@ def shared_words(choices: int, experts: int) -> tuple[int, ...]:
     return cdiv(choices, GROUP) * experts, cdiv(experts, 4) * 4, experts
 
 
-def _warpgroup(experts: int, multiple: int, refs, *shared):
+def _warpgroup(experts: int, tile_rows: int, refs, *shared):
     """One warpgroup of the CTA."""
     sizes = tuple(ref.shape[0] for ref in refs)
 
@@ -76,12 +74,13 @@ def _warpgroup(experts: int, multiple: int, refs, *shared):
     def find(ctx, *args):
         gmem, smem, wg = args[: len(refs)], args[len(refs) : -1], ptx.scalar_value(args[-1])
         thread = ptx.add(ptx.mul(wg, 128), ptx.thread_index())
-        _arrange(experts, multiple, sizes, [ptx.pointer(x, 0) for x in gmem], [ptx.pointer(x, 3) for x in smem], thread)
+        gmem, smem = [ptx.pointer(x, 0) for x in gmem], [ptx.pointer(x, 3) for x in smem]
+        _arrange(experts, tile_rows, sizes, gmem, smem, thread)
 
     find(*refs, *shared, lax.axis_index("wg"))
 
 
-def _arrange(experts: int, multiple: int, sizes, gmem, smem, thread):
+def _arrange(experts: int, tile_rows: int, sizes, gmem, smem, thread):
     """One thread. gmem: the addresses of `expert` and the results, which have `sizes`; smem: those of shared_words."""
     choices, rows, groups = sizes[0], sizes[1], cdiv(sizes[0], GROUP)
     chosen, choice, row, expert, padded, tiles = gmem
@@ -97,9 +96,9 @@ def _arrange(experts: int, multiple: int, sizes, gmem, smem, thread):
     for number in numbers:
         there = ptx.bool_to_i32(ptx.less(number, ptx.i32(experts)))
         total = _counts_before(experts, groups, _shared_place(counts, number), there)
-        used = arith.divui(ptx.add(total, ptx.i32(multiple - 1)), ptx.i32(multiple))
+        used = arith.divui(ptx.add(total, ptx.i32(tile_rows - 1)), ptx.i32(tile_rows))
         _store_shared(of_experts, number, there, used)
-        _store(padded, number, there, ptx.mul(used, multiple))
+        _store(padded, number, there, ptx.mul(used, tile_rows))
     _barrier()
     for number in numbers:
         before, every = _tiles_before(experts, of_experts, number)
@@ -110,7 +109,7 @@ def _arrange(experts: int, multiple: int, sizes, gmem, smem, thread):
             _store(tiles, ptx.i32(i), is_first, every)
     _barrier()
     for each in own:
-        _store_choice(multiple, rows, each, (choice, row, expert, tiles), (of_experts, first))
+        _store_choice(tile_rows, rows, each, (choice, row, expert, tiles), (of_experts, first))
 
 
 def _clear(target, size: int, thread, store):
@@ -158,7 +157,7 @@ def _counts_before(experts: int, groups: int, at, there):
     def turn(i, total):
         place = ptx.add(at, ptx.mul(i, 4 * experts))
         count = ptx.asm_value(_LOAD_SHARED, "=&r,r,r", place, there)
-        ptx.asm(_STORE_SHARED, "r,r,r", place, there, total)
+        ptx.store_if(place, there, total, space="shared")
         return ptx.add(total, count)
 
     return control.loop(ptx.i32(groups), ptx.i32(0), turn)
@@ -180,7 +179,7 @@ def _tiles_before(experts: int, of_experts, number) -> tuple:
     return control.loop(ptx.i32(cdiv(experts, 4)), (ptx.i32(0), ptx.i32(0)), turn)
 
 
-def _store_choice(multiple: int, rows: int, own: _Choice, gmem, smem):
+def _store_choice(tile_rows: int, rows: int, own: _Choice, gmem, smem):
     """Stores the row of a choice, what is in that row, and the row's tile if the row is the tile's first."""
     expert, kept = own.expert, own.kept
     choice, row, expert_of_row, tiles = gmem
@@ -188,13 +187,13 @@ def _store_choice(multiple: int, rows: int, own: _Choice, gmem, smem):
     load = lambda place: ptx.asm_value(_LOAD_SHARED, "=&r,r,r", place, kept)
     of_expert = lambda ref: load(_shared_place(ref, expert))
     rank, first_tile, count = ptx.add(load(own.count_at), own.before), of_expert(first), of_expert(of_experts)
-    found = ptx.add(ptx.mul(first_tile, multiple), rank)
+    found = ptx.add(ptx.mul(first_tile, tile_rows), rank)
     found = arith.select(ptx.equal(kept, ptx.i32(1)), found, ptx.i32(rows))
     _store(row, own.number, own.there, found)
     _store(choice, found, kept, own.number)
     _store(expert_of_row, found, kept, expert)
-    tile = arith.divui(rank, ptx.i32(multiple))
-    starts = arith.andi(kept, ptx.bool_to_i32(ptx.equal(ptx.mul(tile, multiple), rank)))
+    tile = arith.divui(rank, ptx.i32(tile_rows))
+    starts = arith.andi(kept, ptx.bool_to_i32(ptx.equal(ptx.mul(tile, tile_rows), rank)))
     line = ptx.mul(ptx.add(first_tile, tile, ptx.i32(1)), 3)
     for i, value in enumerate((expert, first_tile, count)):
         _store(tiles, ptx.add(line, ptx.i32(i)), starts, value)
@@ -202,12 +201,12 @@ def _store_choice(multiple: int, rows: int, own: _Choice, gmem, smem):
 
 def _store(ref, number, condition, value):
     """Stores a word in GMEM if the condition is 1."""
-    ptx.asm(_STORE, "l,r,r", _place(ref, number), condition, value)
+    ptx.store_if(_place(ref, number), condition, value)
 
 
 def _store_shared(ref, number, condition, value):
     """The same in SMEM."""
-    ptx.asm(_STORE_SHARED, "r,r,r", _shared_place(ref, number), condition, value)
+    ptx.store_if(_shared_place(ref, number), condition, value, space="shared")
 
 
 def _place(ref, number):

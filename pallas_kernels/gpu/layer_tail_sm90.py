@@ -231,8 +231,7 @@ def _start(cfg: LayerTailConfig, refs: _Refs):
         counter = utils.thread_idx()
         mine = arith.andi(ptx.less(counter, ptx.i32(arrivals.COUNTERS)), ptx.equal(ptx.scalar_value(cta), ptx.i32(0)))
         place = arrivals.address(cleared, counter)
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
-        ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
+        ptx.store_if(place, ptx.bool_to_i32(mine), ptx.i32(0))
         ptx.asm("fence.mbarrier_init.release.cluster;", "")
         ptx.wait_for_cluster(2 if cfg.in_pairs else 1)
 

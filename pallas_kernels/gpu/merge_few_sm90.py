@@ -144,18 +144,16 @@ def store_merged(
         natural = arith.select(seen, natural, ptx.f32(float("-inf")))
         flat = ptx.flat_row(row, tok0, head0, row0, group, heads)
         ok = ptx.bool_to_i32(arith.andi(exists, ptx.equal(column, ptx.i32(0))))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }"
-        ptx.asm(text, "l,r,f", arith.addi(ptx.pointer(lse_ref, 0), arith.muli(flat, ptx.i64(4))), ok, natural)
+        place = arith.addi(ptx.pointer(lse_ref, 0), arith.muli(flat, ptx.i64(4)))
+        ptx.store_if(place, ok, natural, kind="f32")
         values = [arith.mulf(rows.pair_element(acc.registers.item(), k), factor) for k in range(EACH)]
         size = jnp.dtype(dtype).itemsize
         at = arith.addi(arith.muli(flat, ptx.i64(dim)), ptx.to_i64(column))
         place, ok = arith.addi(ptx.pointer(out_ref, 0), arith.muli(at, ptx.i64(size))), ptx.bool_to_i32(exists)
         if size == 4:
-            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
-            ptx.asm(text, "l,r,f,f,f,f", place, ok, *values)
+            ptx.store_if(place, ok, *values, kind="f32")
         else:
             words = [ptx.pack_16bit(values[2 * i], values[2 * i + 1], dtype) for i in range(2)]
-            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
-            ptx.asm(text, "l,r,r,r", place, ok, *words)
+            ptx.store_if(place, ok, *words)
 
     store(heads_ref, out_ref, lse_ref, element, nrows, tok0, head0, row0, *state)

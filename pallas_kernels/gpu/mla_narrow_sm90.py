@@ -381,7 +381,6 @@ def store_columns(cfg: MlaKernelConfig, refs: MlaRefs, acc, is_part, slot, tok0,
         column = ptx.add(ptx.mul(wg, half), ptx.mul(warp, 32), ptx.mul(g, 2))
         lead = arith.andi(ptx.bool_to_i32(ptx.less(lane, ptx.i32(4))), ptx.bool_to_i32(ptx.less(warp, ptx.i32(1))))
         lead = arith.andi(lead, ptx.bool_to_i32(ptx.less(wg, ptx.i32(1))))
-        store = "{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.{} [$0{}], {}; }}"
         for r in range(4):
             n, e = r // 2, r % 2
             row = ptx.add(skipped, ptx.mul(t, 2), ptx.i32(8 * n + e))
@@ -399,7 +398,7 @@ def store_columns(cfg: MlaKernelConfig, refs: MlaRefs, acc, is_part, slot, tok0,
             row_of_part = ptx.to_i64(ptx.add(ptx.mul(slot, wl.TILE_ROWS), row))
             for ref, at, value, stored in ((lse, row_of_out, natural, whole), (part_lse, row_of_part, base2, cut)):
                 place = arith.addi(ptx.pointer(ref, 0), arith.muli(at, ptx.i64(4)))
-                ptx.asm(store.format("f32", "", "$2"), "l,r,f", place, arith.andi(stored, lead), value)
+                ptx.store_if(place, arith.andi(stored, lead), value, kind="f32")
             places = [
                 arith.addi(
                     ptx.pointer(ref, 0),
@@ -412,8 +411,8 @@ def store_columns(cfg: MlaKernelConfig, refs: MlaRefs, acc, is_part, slot, tok0,
                 at = 4 * (2 * tile + n) + e
                 pair = [arith.mulf(flat[at + 2 * k], factor) for k in range(2)]
                 word = ptx.pack_16bit(*pair, target)
-                ptx.asm(store.format("b32", f"+{2 * offset}", "$2"), "l,r,r", places[0], whole, word)
-                ptx.asm(store.format("v2.f32", f"+{4 * offset}", "{$2, $3}"), "l,r,f,f", places[1], cut, *pair)
+                ptx.store_if(places[0], whole, word, offset=2 * offset)
+                ptx.store_if(places[1], cut, *pair, kind="f32", offset=4 * offset)
 
     numbers = (is_part, slot, tok0, head0, row0, nrows, skipped, wg)
     store_columns(refs.out, refs.lse, refs.part, refs.part_lse, refs.stats, acc, *numbers)

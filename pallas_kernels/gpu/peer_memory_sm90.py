@@ -45,13 +45,11 @@ def _tell(refs, table, ranks: int):
     def store(ctx, table, *refs):
         base, own = ptx.pointer(table, 0), ptx.equal(ptx.thread_index(), ptx.i32(0))
         first = ptx.bool_to_i32(own)
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b64 [$0], $2; }"
         for rank in range(ranks):
             for i, ref in enumerate(refs):
                 place = arith.addi(base, ptx.i64(8 * (len(refs) * rank + i)))
-                ptx.asm(text, "l,r,l", place, first, ptx.pointer(ctx.to_remote(ref, ptx.i32(rank)), 0))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
-        ptx.asm(text, "l,r,r", arith.addi(base, ptx.i64(8 * len(refs) * ranks)), first, ctx.device_id())
+                ptx.store_if(place, first, ptx.pointer(ctx.to_remote(ref, ptx.i32(rank)), 0), kind="b64")
+        ptx.store_if(arith.addi(base, ptx.i64(8 * len(refs) * ranks)), first, ctx.device_id())
 
     store(table, *refs)
 

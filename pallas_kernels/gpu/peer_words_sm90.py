@@ -58,18 +58,13 @@ def store_piece(dtype: str, base, number, values: Sequence, works) -> None:
 def store_words(base, number, words: Sequence, works, kind: str) -> None:
     """Stores the words of a piece of an array, if `works` is not 0. kind: r of i32, f of f32."""
     count = len(words)
-    text = IF + f"st.global.v{count}.{KINDS[kind]} [$0], {{{', '.join(f'${2 + k}' for k in range(count))}}}; }}"
-    ptx.asm(text, ",".join(("l", "r", *(kind,) * count)), place_of(base, number, 4 * count), works, *words)
-
-
-IF = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p "
-"""Begins PTX of one instruction that is executed if operand 1 is not 0."""
+    ptx.store_if(place_of(base, number, 4 * count), works, *words, kind=KINDS[kind])
 
 
 def next_number(place, counts):
     """The number of this exchange: one more than the counter at an address, which becomes it if `counts` is not 0."""
     number = ptx.add(ptx.asm_value("ld.global.b32 $0, [$1];", "=r,l", place), ptx.i32(1))
-    ptx.asm(IF + "st.global.b32 [$0], $2; }", "l,r,r", place, counts, number)
+    ptx.store_if(place, counts, number)
     return number
 
 
@@ -77,7 +72,7 @@ def send(place, words: Sequence, number, sends, kind: str = "r") -> None:
     """Stores one or two words at an address of a rank, if `sends` is not 0. kind: r of i32, f of f32."""
     count = len(words)
     stored = ", ".join(f"${2 + i}, ${2 + count}" for i in range(count))
-    text = IF + f"st.volatile.global.v{2 * count}.b32 [$0], {{{stored}}}; }}"
+    text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.volatile.global.v{2 * count}.b32 [$0], {{{stored}}}; }}"
     ptx.asm(text, ",".join(("l", "r", *(kind,) * count, "r")), place, sends, *words, number)
 
 

@@ -241,10 +241,17 @@ def load_now(place, mask):
     return asm_values(predicated_load("f32", 4, "cg"), "=&f,=&f,=&f,=&f,l,r", 4, place, bool_to_i32(mask))
 
 
-def store_words(place, words, mask):
-    """4 words under a mask."""
-    text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-    asm(text, "l,r,r,r,r,r", place, bool_to_i32(mask), *words)
+def store_if(place, condition, *values, kind: str = "b32", space: str = "global", offset: int | None = None):
+    """Stores one value of PTX type `kind`, or a vector of them, if the i32 `condition` is not 0.
+
+    offset: bytes to add to the address.
+    """
+    names = ", ".join(f"${2 + i}" for i in range(len(values)))
+    vector, source = (f"v{len(values)}.", "{" + names + "}") if len(values) > 1 else ("", names)
+    target = "$0" if offset is None else f"$0+{offset}"
+    text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.{space}.{vector}{kind} [{target}], {source}; }}"
+    address, of_value = {"global": "l", "shared": "r"}[space], {"b32": "r", "f32": "f", "b64": "l"}[kind]
+    asm(text, ",".join([address, "r", *[of_value] * len(values)]), place, condition, *values)
 
 
 def shuffle_xor_word(word, distance: int):

@@ -22,7 +22,7 @@ from pallas_kernels.gpu import peer_memory_sm90 as peer_memory
 from pallas_kernels.gpu import peer_words_sm90 as peer_words
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.peer_memory_sm90 import Table
-from pallas_kernels.gpu.peer_words_sm90 import IF, PIECE, differs, place_of, store_piece
+from pallas_kernels.gpu.peer_words_sm90 import PIECE, differs, place_of, store_piece
 
 THREADS = 128
 MAX_PIECES = 2**16
@@ -103,7 +103,7 @@ def _merge(cfg: RankMerge, first, *refs):
         numbers, total_lse = _merged(states)
         store_piece(cfg.dtype, merged, piece, numbers, works)
         is_first = arith.muli(works, ptx.bool_to_i32(ptx.equal(inside, ptx.i32(0))))
-        ptx.asm(IF + "st.global.f32 [$0], $2; }", "l,r,f", place_of(merged_lse, row, 4), is_first, total_lse)
+        ptx.store_if(place_of(merged_lse, row, 4), is_first, total_lse, kind="f32")
 
     merge(jnp.int32(first), *refs)
 

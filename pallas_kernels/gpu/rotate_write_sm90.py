@@ -106,7 +106,7 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
         row_chunks = arith.select(is_value, ptx.i32(s.v_head_dim // 8), ptx.i32(s.head_dim // 8))
         chunk = arith.addi(chunk, arith.muli(head, row_chunks))
         source = _bytes(rows, token, s.width * 2, chunk)
-        a, b = (_load_words(_at(source, c), exists) for c in (low, high))
+        a, b = (ptx.load_words(_at(source, c), exists) for c in (low, high))
         angles = arith.muli(ptx.to_i64(token), ptx.i64(s.dim * 2))  # bytes before the token's cos, and its sin
         place = arith.addi(angles, arith.muli(ptx.to_i64(arith.select(turns, inside, ptx.i32(0))), ptx.i64(32)))
         angle_cos, angle_sin = (_load_floats(arith.addi(x, place), arith.andi(exists, turns)) for x in (cos, sin))
@@ -123,8 +123,7 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
         target = arith.select(is_query, q_row, arith.select(is_value, v_row, k_row))
         writes = ptx.bool_to_i32(arith.andi(exists, _or(is_query, usable)))
         for c, words in ((low, a), (high, b)):
-            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-            ptx.asm(text, "l,r,r,r,r,r", _at(target, c), writes, *words)
+            ptx.store_if(_at(target, c), writes, *words)
 
     job(rows, cos, sin, slots, k_pool, v_pool, out, jnp.int32(first))
 
@@ -139,8 +138,7 @@ def _zero(array, size: int, cta):
             number = arith.addi(ptx.thread_index(), ptx.i32(start))
             mine = arith.andi(is_first, ptx.less(number, ptx.i32(size)))
             place = arith.addi(base, arith.muli(ptx.to_i64(number), ptx.i64(4)))
-            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
-            ptx.asm(text, "l,r,r", place, ptx.bool_to_i32(mine), ptx.i32(0))
+            ptx.store_if(place, ptx.bool_to_i32(mine), ptx.i32(0))
 
     zero(array, jnp.int32(cta))
 
@@ -166,21 +164,9 @@ def _at(base, chunk):
     return arith.addi(base, arith.muli(ptx.to_i64(chunk), ptx.i64(16)))
 
 
-def _load_words(place, mask):
-    """4 words of 2 bf16 each; 0 without the mask."""
-    text = (
-        "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-        " @p ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4]; }"
-    )
-    return ptx.asm_values(text, "=&r,=&r,=&r,=&r,l,r", 4, place, ptx.bool_to_i32(mask), pure=True)
-
-
 def _load_floats(place, mask):
     """8 f32; 0 without the mask."""
-    text = (
-        "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-        " @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-    )
+    text = ptx.predicated_load("f32", 4)
     load = lambda place: ptx.asm_values(text, "=&f,=&f,=&f,=&f,l,r", 4, place, ptx.bool_to_i32(mask), pure=True)
     return [*load(place), *load(arith.addi(place, ptx.i64(16)))]
 

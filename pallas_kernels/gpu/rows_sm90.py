@@ -29,6 +29,7 @@ from pallas_kernels.gpu.ptx_sm90 import (
     less,
     pointer,
     scalar_value,
+    store_if,
     swizzled,
     thread_index,
     to_i64,
@@ -174,8 +175,7 @@ def store_tile(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows, *, gro
             words = asm("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", place, result=four)
             words = [llvm.extractvalue(ir.IntegerType.get_signless(32), words, [i]) for i in range(4)]
             target = arith.addi(base, arith.addi(arith.muli(address(row), i64(dim * 2)), to_i64(col)))
-            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-            asm(text, "l,r,r,r,r,r", target, bool_to_i32(less(row, nrows)), *words)
+            store_if(target, bool_to_i32(less(row, nrows)), *words)
         _store_row_values(lse_ref, lse, address, nrows)
 
     store(tile_ref, out_ref, lse_ref, lse, tok0, head0, row0, nrows)
@@ -268,12 +268,10 @@ def _store_fragment(ref, fragment, address, nrows, column, stride):
         (base, ok), offset = bases[second], col * size
         if size == 2:
             word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), element), pair), word_type)
-            text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0+{offset}], $2; }}"
-            asm(text, "l,r,r", base, ok, word)
+            store_if(base, ok, word, offset=offset)
         else:
             low, high = (pair_element(pair, i) for i in range(2))
-            text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.f32 [$0+{offset}], {{$2, $3}}; }}"
-            asm(text, "l,r,f,f", base, ok, low, high)
+            store_if(base, ok, low, high, kind="f32", offset=offset)
 
 
 def pair_places(fragment):
@@ -441,7 +439,7 @@ def _store_row_values(ref, rows, address, nrows):
         ok = bool_to_i32(arith.andi(first, less(row, nrows)))
         target = arith.addi(base, arith.muli(address(row), i64(4)))
         value = register_value(value)
-        asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }", "l,r,f", target, ok, value)
+        store_if(target, ok, value, kind="f32")
 
 
 def pair_element(pair, k: int):

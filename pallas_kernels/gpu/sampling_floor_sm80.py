@@ -39,8 +39,6 @@ _BINS_OF_THREAD = BINS // THREADS
 _LOG2E = math.log2(math.e)
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 plus 2**23 has been rounded to an integer, in its low bits
 _SIGN = -(2**31)  # the bit, as i32; as ordered bits the number 0
-_STORE_WORD = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }"
-_STORE_LISTED = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.f32 [$0], $2; }"
 _LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.f32 $0, [$1]; }"
 _LOAD_FOUR = (
     "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.f32 $0, 0fFF800000; mov.f32 $1, 0fFF800000; mov.f32 $2, 0fFF800000;"
@@ -121,7 +119,7 @@ def _store_floor(row: _Row):
     has_top_p = _greater(ptx.f32(1.0), top_p)
     compute = lambda: _floor(row, top_k, has_top_k, top_p, has_top_p)
     floor = control.where(arith.ori(has_top_k, has_top_p), compute, ptx.i32(0))
-    ptx.asm(_STORE_WORD, "l,r,r", row.floor_at, ptx.bool_to_i32(ptx.equal(row.thread, ptx.i32(0))), floor)
+    ptx.store_if(row.floor_at, ptx.bool_to_i32(ptx.equal(row.thread, ptx.i32(0))), floor)
 
 
 def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
@@ -308,7 +306,7 @@ def _append(row: _Row, count, x, is_chosen):
     lower_lanes = arith.subi(arith.shli(ptx.i32(1), row.lane), ptx.i32(1))
     place = ptx.add(count, ones(arith.andi(votes, lower_lanes)))
     fits = ptx.bool_to_i32(_all(is_chosen, ptx.less(place, ptx.i32(LISTED))))
-    ptx.asm(_STORE_LISTED, "r,r,f", ptx.add(_own_list(row), ptx.mul(place, 4)), fits, x)
+    ptx.store_if(ptx.add(_own_list(row), ptx.mul(place, 4)), fits, x, kind="f32", space="shared")
     return ptx.add(count, ones(votes))
 
 

@@ -186,7 +186,7 @@ def _start(cfg: LayerTailConfig, refs, row):
         block, offset = arith.divui(row[SLOT], ptx.i32(a.page)), arith.remui(row[SLOT], ptx.i32(a.page))
         target = _pool_place(a, block, offset, kv_head, at)
         for pool, new in ((k_pool, k), (v_pool, v)):
-            ptx.store_words(arith.addi(ptx.pointer(pool, 0), target), new, writes)
+            ptx.store_if(arith.addi(ptx.pointer(pool, 0), target), ptx.bool_to_i32(writes), *new)
         total = [choose(ptx.f32(1.0), 0.0) for _ in q]
         return _State(a, q, [out] * a.together, [choose(x, LOWEST) for x in score], total, pages).fragment()
 
@@ -358,12 +358,9 @@ def _store_part(cfg: LayerTailConfig, refs, state, row):
             place = ptx.add(base, ptx.mul(warp, a.together * size), ptx.i32(i * size))
             target = ptx.add(place, ptx.mul(at, 32))
             for j in range(2):
-                text = (
-                    f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v4.f32 [$0+{16 * j}], {{$2, $3, $4, $5}}; }}"
-                )
-                ptx.asm(text, "r,r,f,f,f,f", target, first, *own[0][4 * j : 4 * j + 4])
-            text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v2.f32 [$0+{4 * a.head_dim}], {{$2, $3}}; }}"
-            ptx.asm(text, "r,r,f,f", place, writes_stats, *own[1:])
+                four = own[0][4 * j : 4 * j + 4]
+                ptx.store_if(target, first, *four, kind="f32", space="shared", offset=16 * j)
+            ptx.store_if(place, writes_stats, *own[1:], kind="f32", space="shared", offset=4 * a.head_dim)
         ptx.asm(f"bar.sync 10, {THREADS};", "")
         fours = a.head_dim // 4
         four = arith.remui(ptx.thread_index(), ptx.i32(a.together * fours))
@@ -380,12 +377,10 @@ def _store_part(cfg: LayerTailConfig, refs, state, row):
         target = arith.addi(arith.muli(number, ptx.i64(fours)), ptx.to_i64(column))
         target = arith.addi(ptx.pointer(parts, 0), arith.muli(target, ptx.i64(16)))
         is_mine = ptx.less(ptx.thread_index(), ptx.i32(a.together * fours))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.f32 [$0], {$2, $3, $4, $5}; }"
-        ptx.asm(text, "l,r,f,f,f,f", target, ptx.bool_to_i32(is_mine), *out)
+        ptx.store_if(target, ptx.bool_to_i32(is_mine), *out, kind="f32")
         target = arith.addi(ptx.pointer(stats, 0), arith.muli(number, ptx.i64(8)))
         is_first = arith.andi(is_mine, ptx.equal(column, ptx.i32(0)))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.f32 [$0], {$2, $3}; }"
-        ptx.asm(text, "l,r,f,f", target, ptx.bool_to_i32(is_first), top, total)
+        ptx.store_if(target, ptx.bool_to_i32(is_first), top, total, kind="f32")
 
     store(*given, state, *row)
 

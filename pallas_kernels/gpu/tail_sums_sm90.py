@@ -88,8 +88,7 @@ def add_token(cfg: LayerTailConfig, tile: TokenTile, refs, number, column, token
         scales = [arith.addf(s, ptx.f32(1.0)) for s in scales] if cfg.one_plus[1] else scales
         tile.put(target, number, token, packed([arith.mulf(x, s) for x, s in zip(new, scales, strict=True)]))
         writes = arith.andi(is_used, ptx.equal(stores, ptx.i32(1)))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
-        ptx.asm(text, "l,r,r,r", place(x2, token, 2), ptx.bool_to_i32(writes), *words)
+        ptx.store_if(place(x2, token, 2), ptx.bool_to_i32(writes), *words)
         squares = ptx.f32(0.0)
         for x in new:
             squares = ptx.fma(x, x, squares)
@@ -120,11 +119,12 @@ def store_squares(cfg: LayerTailConfig, refs, share, live):
         warps = ptx.asm_values("ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r", 4, spot)
         total = arith.addf(arith.addf(warps[0], warps[1]), arith.addf(warps[2], warps[3]))
         base = arith.addi(ptx.pointer(squares, 0), arith.muli(ptx.to_i64(token), ptx.i64(4 * SHARES)))
-        mine, text = ptx.less(token, live), "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }"
+        mine = ptx.less(token, live)
         own = arith.addi(base, arith.muli(ptx.to_i64(share), ptx.i64(4)))
-        ptx.asm(text, "l,r,f", own, ptx.bool_to_i32(mine), total)
+        ptx.store_if(own, ptx.bool_to_i32(mine), total, kind="f32")
         is_first = arith.andi(mine, ptx.equal(share, ptx.i32(0)))
         for missing in range(splits, SHARES):
-            ptx.asm(text, "l,r,f", arith.addi(base, ptx.i64(4 * missing)), ptx.bool_to_i32(is_first), ptx.f32(0.0))
+            other = arith.addi(base, ptx.i64(4 * missing))
+            ptx.store_if(other, ptx.bool_to_i32(is_first), ptx.f32(0.0), kind="f32")
 
     store(refs.scratch, refs.squares[1], share, live)

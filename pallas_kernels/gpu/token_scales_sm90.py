@@ -118,7 +118,7 @@ def put_block(tile, values, first: int, *, block: int):
         place = ptx.add(ptx.pointer(tile, 3), ptx.mul(ptx.add(me, ptx.i32(first)), 4))
         inside = ptx.bool_to_i32(ptx.less(me, ptx.i32(block)))
         value = rows.register_value(values.registers.flat[0])
-        ptx.asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.f32 [$0], $2; }", "r,r,f", place, inside, value)
+        ptx.store_if(place, inside, value, kind="f32", space="shared")
 
     put(tile, values)
 

@@ -7,12 +7,8 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu.layer_tail_config import THREADS
 
-_LOAD4 = (
-    "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-    " @p ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-)
-_LOAD2 = "{ .reg .pred p; setp.ne.u32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0; @p ld.global.cg.v2.b32 {$0, $1}, [$2]; }"
-_STORE2 = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v2.b32 [$0], {$2, $3}; }"
+_LOAD4 = ptx.predicated_load("f32", 4, "cg")
+_LOAD2 = ptx.predicated_load("b32", 2, "cg")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +70,7 @@ class TokenShare:
         rounded = []
         for (quad, ok), four in zip(self.quads, fours, strict=True):
             words = packed(four)
-            ptx.asm(_STORE2, "l,r,r,r", self.place(base, quad, 2, row), ok, *words)
+            ptx.store_if(self.place(base, quad, 2, row), ok, *words)
             rounded.append(floats(words))
         return rounded
 

@@ -78,8 +78,7 @@ class TokenTile:
         place = ptx.add(ptx.pointer(tile, 3), ptx.mul(stage, self.cfg.token_bytes))
         swizzle = rows.swizzle_bytes(BLOCK, DTYPE)
         place = ptx.add(place, ptx.swizzled(row, ptx.mul(inside, 8), 2 * BLOCK, swizzle))
-        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.v2.b32 [$0], {$2, $3}; }"
-        ptx.asm(text, "r,r,r,r", place, ptx.bool_to_i32(is_used), *words)
+        ptx.store_if(place, ptx.bool_to_i32(is_used), *words, space="shared")
 
     def zero(self, tile, number):
         """Zeros in all rows of a turn's stages: padding tokens stay so."""

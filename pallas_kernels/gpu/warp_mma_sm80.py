@@ -378,13 +378,12 @@ def merge_and_store(
         lse = arith.select(seen, _fmul(_fadd(shift, ptx.log2(sum_all)), ptx.f32(LN2)), minus_inf)
         factor = arith.select(seen, _fmul(ptx.divide(up, sum_all), scale), zero)
         part_row = ptx.to_i64(ptx.add(ptx.mul(slot, TILE_ROWS), row))
-        store = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }"
         for ref, index, value, stored in (
             (lse_ref, flat, lse, stores_unit),
             (part_lse_ref, part_row, part_lse, stores_part),
         ):
             target = arith.addi(ptx.pointer(ref, 0), arith.muli(index, ptx.i64(4)))
-            ptx.asm(store, "l,r,f", target, stored, value)  # every lane stores the same
+            ptx.store_if(target, stored, value, kind="f32")  # every lane stores the same
         for column in range(0, dim, 128):  # four columns to a lane
             col = ptx.add(ptx.mul(lane, 4), ptx.i32(column))
             inside = ptx.less(col, ptx.i32(dim))

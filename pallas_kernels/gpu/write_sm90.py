@@ -150,7 +150,7 @@ def _move(shape: _Pool, slots, source, target, first, tokens: int, *divisors, ch
             where = arith.addi(arith.muli(shape.row(slot, head), ptx.i64(shape.chunks)), ptx.to_i64(chunk))
             loaded.append((arith.addi(target, arith.muli(where, ptx.i64(16))), ptx.bool_to_i32(ok), words))
         for place, ok, words in loaded:
-            store_chunk(place, ok, words)
+            ptx.store_if(place, ok, *words)
 
     move(slots, source, target, first, *divisors)
 
@@ -160,17 +160,9 @@ def load_chunk(shape: _Pool, source, row, chunk, there, pieces: int):
     inside = arith.addi(arith.muli(ptx.to_i64(row), ptx.i64(shape.chunks)), ptx.to_i64(chunk))
     place, words = arith.addi(source, arith.muli(inside, ptx.i64(16 * pieces))), []
     for piece in range(pieces):
-        text = (
-            "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;"
-            f" @p ld.global.nc.L1::no_allocate.v4.b32 {{$0, $1, $2, $3}}, [$4+{16 * piece}]; }}"
-        )
+        text = ptx.predicated_load("b32", 4, "nc.L1::no_allocate", f"+{16 * piece}")
         words += ptx.asm_values(text, "=&r,=&r,=&r,=&r,l,r", 4, place, ptx.bool_to_i32(there), pure=True)
     return words
-
-
-def store_chunk(place, ok, words):
-    text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.v4.b32 [$0], {$2, $3, $4, $5}; }"
-    ptx.asm(text, "l,r,r,r,r,r", place, ok, *words)
 
 
 def encode_chunk(shape, words, divisor, bounded: bool = False):
@@ -241,10 +233,9 @@ def _move_scales(shape: _Pool, slots, source, target, first, tokens: int, chunks
             row, chunk, slot, head, ok, _ = place_of(shape, slots, arith.addi(start, ptx.i32(i * THREADS)), tokens)
             ok = ptx.bool_to_i32(arith.andi(ok, ptx.equal(chunk, ptx.i32(0))))
             place = arith.addi(source, arith.muli(ptx.to_i64(row), ptx.i64(4)))
-            text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }"
-            word = ptx.asm_value(text, "=&r,l,r", place, ok, pure=True)
+            word = ptx.asm_value(ptx.predicated_load("b32"), "=&r,l,r", place, ok, pure=True)
             where = arith.addi(target, arith.muli(shape.row(slot, head), ptx.i64(4)))
-            ptx.asm("{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.b32 [$0], $2; }", "l,r,r", where, ok, word)
+            ptx.store_if(where, ok, word)
 
     move(slots, source, target, first)
 
@@ -280,9 +271,8 @@ def quantise_rows(shape: _Pool, slots, source, target, scales, first, tokens: in
             top = ptx.largest_halves(words, [lanes >> n for n in range(1, lanes.bit_length())])
             text = row_scale(shape.source, largest)
             scale = ptx.asm_value(text, "=f,r", top, pure=True)
-            store_chunk(place, ok, encode_chunk(shape, words, scale, bounded=True))
-            text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.global.f32 [$0], $2; }"
-            ptx.asm(text, "l,r,f", of_scale, first_lane, scale)
+            ptx.store_if(place, ok, *encode_chunk(shape, words, scale, bounded=True))
+            ptx.store_if(of_scale, first_lane, scale, kind="f32")
 
     quantise(slots, source, target, scales, first)
 

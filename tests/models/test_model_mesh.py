@@ -74,9 +74,9 @@ def test_no_expert_computes_padding(ranks, monkeypatch):
     config = models.config_of(FAMILIES["mixtral"] | dict(intermediate_size=44))  # a shape that nothing else has traced
     counts, arrange = [], moe.arrange
 
-    def counting(expert, experts, multiple=1):
+    def counting(expert, experts, tile_rows=1):
         jax.debug.callback(lambda count: counts.append(int(count)), (expert < experts).sum())
-        return arrange(expert, experts, multiple)
+        return arrange(expert, experts, tile_rows)
 
     monkeypatch.setattr(moe, "arrange", counting)
     logits_of(config, examples.params_of(config), mesh=model_mesh(config, ranks) if ranks > 1 else None)

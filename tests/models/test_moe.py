@@ -7,6 +7,7 @@ import pytest
 
 from jattn import models
 from jattn.models import MLP, MoE
+from jattn.models import moe as moe_module
 from jattn.nn.weight_spec import is_weight_spec
 from jattn.ops import experts
 from tests.models import examples, textbook
@@ -180,6 +181,26 @@ def test_padded_rows_give_the_same_mixture(monkeypatch, options):
         own = {name: {k: w[first : first + count] for k, w in weights[name].items()} for name in ("gate", "up", "down")}
         parts += np.asarray(moe.routed(weights | own, x, first, count), np.float64)
     assert np.abs(parts - wanted).max() < 0.02 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("tile_rows", [1, 8])
+def test_products_know_the_most_rows_of_an_expert(monkeypatch, tile_rows):
+    """All nine tokens choose expert 2, and others besides: it has nine rows, or two tiles of eight."""
+    moe, seen, real = MoE(num_experts=4, top_k=2, width=128), [], experts.expert_product
+    draw = lambda *shape: jnp.asarray(np.random.default_rng(shape).standard_normal(shape), "float32")
+    router = draw(64, 4).at[:, 2].set(0.3)
+    weights = dict(
+        zip(("gate", "up", "down"), (dict(kernel=draw(*matrix.shape)) for matrix in of_16_bits()), strict=True)
+    )
+
+    def product(x, kernel, sizes, tile_rows, tiles, most_rows):
+        seen.append((int(sizes.max()), most_rows))
+        return real(x, kernel, sizes, tile_rows, tiles, most_rows)
+
+    monkeypatch.setattr(moe_module, "choose_tile_rows", lambda *args, **share: tile_rows)
+    monkeypatch.setattr(moe_module, "expert_product", product)
+    moe(weights | dict(router=dict(kernel=router)), jnp.abs(draw(9, 64)))
+    assert seen == [(9, 9) if tile_rows == 1 else (16, 16)]
 
 
 @pytest.mark.parametrize(

@@ -22,12 +22,13 @@ PACKED = Example(
 )  # fmt: skip
 
 
-def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_path):
+def save(directory, exponents: tuple[int, int]):
+    """The folders `plain` and `packed` of the same weights, whose scales have exponents of this range."""
     import torch
     from safetensors.numpy import load_file, save_file
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-    rng, plain, packed = np.random.default_rng(0), tmp_path / "plain", tmp_path / "packed"
+    rng, plain, packed = np.random.default_rng(0), directory / "plain", directory / "packed"
     PACKED.save(plain)
     packed.mkdir()
     tensors = load_file(plain / "model.safetensors")
@@ -35,7 +36,7 @@ def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_pa
     for name, rows, inputs in (("gate_up_proj", 2 * WIDTH, HIDDEN), ("down_proj", HIDDEN, WIDTH)):
         at = f"model.layers.0.mlp.experts.{name}"
         blocks = rng.integers(0, 256, (EXPERTS, rows, inputs // 32, 16), np.uint8)
-        scales = rng.integers(117, 132, (EXPERTS, rows, inputs // 32), np.uint8)
+        scales = rng.integers(*exponents, (EXPERTS, rows, inputs // 32), np.uint8)
         real = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales), dtype=torch.float32)
         assert real.shape == stored.pop(at).shape
         tensors[at] = np.ascontiguousarray(real.numpy())
@@ -45,6 +46,11 @@ def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_pa
     config = json.loads((plain / "config.json").read_text())
     config["quantization_config"] = dict(quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn"])
     (packed / "config.json").write_text(json.dumps(config))
+    return plain, packed
+
+
+def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_path):
+    plain, packed = save(tmp_path, (117, 132))
     (theirs, wanted), (mine, params) = models.load(plain), models.load(packed, dtype="float32")
     assert mine == theirs
     experts = params["layers"][0]["mlp"]
@@ -58,6 +64,14 @@ def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_pa
     assert models.load(packed)[1]["layers"][0]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
     with pytest.raises(UnsupportedError, match=r"its weights are quantised \(mxfp4\) already; leave quantization out"):
         models.load(packed, quantization="int8")
+
+
+def test_scales_with_which_weights_do_not_fit_in_float16_are_refused(tmp_path):
+    """As weights that are stored as floats: they would be infinite."""
+    _, packed = save(tmp_path, (127, 142))
+    models.load(packed, dtype="bfloat16")
+    with pytest.raises(ValueError, match="_proj_blocks': a scale of 16384 gives weights that do not fit in float16"):
+        models.load(packed, dtype="float16")
 
 
 @pytest.mark.parametrize("exponent, power", [(0, 2.0**-127), (1, 2.0**-126), (127, 1.0), (190, 2.0**63)])

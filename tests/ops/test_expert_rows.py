@@ -11,17 +11,17 @@ from jattn.ops.expert_rows import arrange, padded_count, take_rows
 
 
 @pytest.mark.parametrize(
-    ("count", "experts", "multiple"),
+    ("count", "experts", "tile_rows"),
     [(1, 3, 8), (300, 5, 1), (1000, 7, 16), (129, 300, 8), (257, 4, 128), (128, 1, 1)],
 )
-def test_each_choice_has_its_row(count, experts, multiple):
+def test_each_choice_has_its_row(count, experts, tile_rows):
     expert = np.random.default_rng(count).integers(0, experts + 1, count).astype(np.int32)  # experts: of none here
-    found = jax.jit(arrange, static_argnums=(1, 2))(expert, experts, multiple)
+    found = jax.jit(arrange, static_argnums=(1, 2))(expert, experts, tile_rows)
     sizes = np.bincount(expert, minlength=experts + 1)[:experts]
-    padded = -(-sizes // multiple) * multiple
+    padded = -(-sizes // tile_rows) * tile_rows
     first, row, rows = np.cumsum(padded) - padded, np.asarray(found.row), len(found.choice)
     np.testing.assert_array_equal(found.sizes, padded)
-    assert padded.sum() <= rows == (count if multiple == 1 else padded_count(count, experts, multiple))
+    assert padded.sum() <= rows == (count if tile_rows == 1 else padded_count(count, experts, tile_rows))
     for e in range(experts):
         np.testing.assert_array_equal(row[expert == e], first[e] + np.arange(sizes[e]))  # in the order of the choices
         assert (np.asarray(found.expert)[first[e] : first[e] + sizes[e]] == e).all()

@@ -332,18 +332,18 @@ def of_16_bits(count=4, hidden=64, width=128, dtype="bfloat16"):
 
 def test_hopper_multiplies_padded_rows_of_16_bits(monkeypatch):
     seen, (gate, up, down) = on_hopper(monkeypatch), of_16_bits()
-    multiple = experts.row_multiple(20, "bfloat16", [gate, up, down])
-    sizes = np.array([multiple, 0, 2 * multiple, multiple])
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((5 * multiple, 64)), "bfloat16")
+    tile_rows = experts.choose_tile_rows(20, "bfloat16", [gate, up, down])
+    sizes = np.array([tile_rows, 0, 2 * tile_rows, tile_rows])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5 * tile_rows, 64)), "bfloat16")
     expert = np.repeat(np.arange(4), sizes)
-    h = experts.silu_expert_product(x, gate, up, jnp.asarray(sizes), multiple)
-    y = experts.expert_product(h, down, jnp.asarray(sizes), multiple)
-    assert [config.matrices for config in seen] == [2, 1] and multiple > 1
+    h = experts.silu_expert_product(x, gate, up, jnp.asarray(sizes), tile_rows)
+    y = experts.expert_product(h, down, jnp.asarray(sizes), tile_rows)
+    assert [config.matrices for config in seen] == [2, 1] and tile_rows > 1
     rows = wide(x)[: len(expert)]
     of_gate, of_up = (np.einsum("ni,nio->no", rows, wide(matrix)[expert]) for matrix in (gate, up))
     wanted = np.einsum("ni,nio->no", of_gate / (1 + np.exp(-of_gate)) * of_up, wide(down)[expert])
     assert np.abs(wide(y)[: len(expert)] - wanted).max() < 0.02 * np.abs(wanted).max()
-    both = jax.vmap(lambda x: experts.expert_product(x, down, jnp.asarray(sizes), multiple))(jnp.stack([h, 2 * h]))
+    both = jax.vmap(lambda x: experts.expert_product(x, down, jnp.asarray(sizes), tile_rows))(jnp.stack([h, 2 * h]))
     np.testing.assert_array_equal(both[0], y)
 
 
@@ -351,15 +351,15 @@ def test_gate_and_up_are_dequantised_for_one_launch_where_none_takes_them_packed
     seen = on_hopper(monkeypatch)
     monkeypatch.setattr(experts.expert_packed, "choose", lambda *_, **__: None)
     (gate, _), (up, _), (few, _) = (stacked(format, 64, 128, 32) for format in ("fp4", "int4", "int4"))
-    multiple = experts.row_multiple(1024, "bfloat16", [gate, up])
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((11 * multiple, 64)), "bfloat16")
-    sizes = multiple * jnp.array([1, 0, 8, 2])
-    found = experts.silu_expert_product(x, gate, up, sizes, multiple)
-    plain = experts.silu_expert_product(x, *(kernel.dequantise("bfloat16") for kernel in (gate, up)), sizes, multiple)
+    tile_rows = experts.choose_tile_rows(1024, "bfloat16", [gate, up])
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((11 * tile_rows, 64)), "bfloat16")
+    sizes = tile_rows * jnp.array([1, 0, 8, 2])
+    found = experts.silu_expert_product(x, gate, up, sizes, tile_rows)
+    plain = experts.silu_expert_product(x, *(kernel.dequantise("bfloat16") for kernel in (gate, up)), sizes, tile_rows)
     np.testing.assert_array_equal(found, plain)
     assert [config.matrices for config in seen] == [2, 2]
     monkeypatch.setattr(experts, "DEQUANTISED_BYTES", 2 * 2 * 4 * 64 * 128 - 1)
-    experts.silu_expert_product(x, gate, up, sizes, multiple)
+    experts.silu_expert_product(x, gate, up, sizes, tile_rows)
     assert [config.matrices for config in seen[2:]] == [1, 1]
     taken = []
 
@@ -375,9 +375,9 @@ def test_gate_and_up_are_dequantised_for_one_launch_where_none_takes_them_packed
 def test_gate_and_up_need_the_rows_of_each_expert(monkeypatch):
     on_hopper(monkeypatch)
     gate, up, _ = of_16_bits()
-    for multiple in (1, 8):
+    for tile_rows in (1, 8):
         with pytest.raises(ValueError, match=r"sizes.shape=\(3,\) must be \(4,\): the rows of each expert"):
-            experts.silu_expert_product(jnp.ones((16, 64), "bfloat16"), gate, up, jnp.array([8, 0, 8]), multiple)
+            experts.silu_expert_product(jnp.ones((16, 64), "bfloat16"), gate, up, jnp.array([8, 0, 8]), tile_rows)
 
 
 def packed_experts(form, count, hidden, width):
@@ -405,11 +405,11 @@ def test_where_hopper_multiplies_padded_rows_packed(monkeypatch, form, shape, to
     """Few rows of few experts are left to the kernel that divides the inner dimension, which pads nothing."""
     on_hopper(monkeypatch)
     matrices = packed_experts(form, *shape)
-    assert {n: experts.row_multiple(n * top, jnp.bfloat16, matrices) for n in wanted} == wanted
+    assert {n: experts.choose_tile_rows(n * top, jnp.bfloat16, matrices) for n in wanted} == wanted
     many = 65536 * top
-    is_packed = experts.expert_packed.row_multiple(many, "bfloat16", matrices) > 1
+    is_packed = experts.expert_packed.choose_tile_rows(many, "bfloat16", matrices) > 1
     assert is_packed == (form == MXFP4)  # its sums are not scaled
-    assert experts.row_multiple(many, jnp.bfloat16, matrices) > 1  # those of fp8 are padded and dequantised
+    assert experts.choose_tile_rows(many, jnp.bfloat16, matrices) > 1  # those of fp8 are padded and dequantised
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4"])
@@ -447,23 +447,23 @@ def test_hopper_multiplies_padded_rows_packed(monkeypatch, format):
 
 def test_what_hopper_does_not_take(monkeypatch):
     seen, matrices = on_hopper(monkeypatch), of_16_bits()
-    assert experts.row_multiple(20, "float32", matrices) == 1
-    assert experts.row_multiple(20, "bfloat16", of_16_bits(width=96)) == 1
-    assert experts.row_multiple(20, "bfloat16", [stacked("int4", 64, 128, 32)[0]]) == 1  # multiplied packed
-    assert experts.row_multiple(2000, "bfloat16", [stacked("int4", 64, 128, 32)[0]]) > 1  # dequantised
+    assert experts.choose_tile_rows(20, "float32", matrices) == 1
+    assert experts.choose_tile_rows(20, "bfloat16", of_16_bits(width=96)) == 1
+    assert experts.choose_tile_rows(20, "bfloat16", [stacked("int4", 64, 128, 32)[0]]) == 1  # multiplied packed
+    assert experts.choose_tile_rows(2000, "bfloat16", [stacked("int4", 64, 128, 32)[0]]) > 1  # dequantised
     experts.expert_product(jnp.ones((8, 64), "bfloat16"), matrices[0], jnp.array([3, 0, 5, 0]))  # rows are not padded
     assert not seen
     monkeypatch.setattr(experts.device, "detect", lambda: Chip("gpu", "sm_80"))
-    assert experts.row_multiple(20, "bfloat16", matrices) == 1
+    assert experts.choose_tile_rows(20, "bfloat16", matrices) == 1
 
 
 def test_derivatives_of_padded_rows_are_those_of_the_dots(monkeypatch):
     on_hopper(monkeypatch)
     gate, up, _ = of_16_bits()
     sizes, x = jnp.array([8, 0, 8, 0]), jnp.asarray(np.random.default_rng(0).standard_normal((16, 64)), "bfloat16")
-    total = lambda multiple: (
-        lambda *args: (experts.silu_expert_product(*args, sizes, multiple).astype(jnp.float32) ** 2).sum()
+    total = lambda tile_rows: (
+        lambda *args: (experts.silu_expert_product(*args, sizes, tile_rows).astype(jnp.float32) ** 2).sum()
     )
-    found, wanted = (jax.grad(total(multiple), (0, 1, 2))(x, gate, up) for multiple in (8, 1))
+    found, wanted = (jax.grad(total(tile_rows), (0, 1, 2))(x, gate, up) for tile_rows in (8, 1))
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == jnp.bfloat16 and np.abs(wide(one) - wide(other)).max() <= 0.02 * np.abs(wide(other)).max()

@@ -332,6 +332,16 @@ def test_values_are_projected_with_far_less_error_than_their_rounding(
     np.testing.assert_array_equal(given.out, (found * 0.5).astype(result))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_an_infinity_stays_one_in_a_pair_of_bfloat16(dtype, products_on_a_gpu):
+    w = jnp.abs(heads(7, 64, "bfloat16")[0]) + jnp.asarray(1, "bfloat16")
+    out = jnp.ones((3, 2, 64), dtype).at[0, 0, 5].set(jnp.inf).at[1, 1, 6].set(-jnp.inf).at[2, 0, 7].set(jnp.nan)
+    found = np.asarray(mla_ops._per_head(out, w, "bfloat16"))
+    assert products_on_a_gpu == [("bfloat16", "bfloat16")]
+    wanted = np.einsum("tha,hab->thb", *(np.asarray(x, np.float64) for x in (out, w)))
+    np.testing.assert_allclose(found, wanted, rtol=2.0**-16)
+
+
 def test_projected_values_have_the_derivatives_of_float32_products(products_on_a_gpu):
     w, out = heads(7, 64, "bfloat16")[0], jnp.asarray(normal(8, 5, 2, 64))
     plain = lambda x, w: jnp.einsum("tha,hab->thb", x, w.astype(jnp.float32))

@@ -69,18 +69,15 @@ def attend(
     With latent_dim, k and v are pages: k the rest of each row and v its latent, or both the same array of whole rows.
     The latent is read from v, also as the first part of a key. Only whole rows may have token scales.
     """
-    library.check_isa(config.isa)
     (num_tokens, num_heads, _), v_head_dim = q.shape, config.latent_dim or v.shape[-1]
     num_kv_heads = k.shape[1] if k.ndim == 3 or config.heads_first else k.shape[2]
-    call = jax.ffi.ffi_call(
-        library.ATTEND,
-        (
-            jax.ShapeDtypeStruct((num_tokens, num_heads, v_head_dim), jnp.dtype(config.out_dtype)),
-            jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
-        ),
-        vmap_method="sequential",
+    results = (
+        jax.ShapeDtypeStruct((num_tokens, num_heads, v_head_dim), jnp.dtype(config.out_dtype)),
+        jax.ShapeDtypeStruct((num_tokens, num_heads), jnp.float32),
     )
-    out, lse = call(
+    out, lse = _call(
+        library.ATTEND,
+        results,
         *(q, k, v, _floats(k_token_scale), _floats(v_token_scale)),
         *(_ints(batch.query_start_loc), _ints(batch.seq_lens), _ints(batch.kv_lens)),
         *(_ints(batch.block_table, (0, 0)), _ints(batch.kv_start), _ints(batch.causal)),
@@ -95,7 +92,7 @@ def attend(
         kv_dtype=np.int32(_DTYPES.index(config.kv_dtype)),
         heads_first=bool(config.heads_first),
         isa=config.isa,
-        threads=np.int32(config.threads),
+        threads=config.threads,
     )
     return out, lse
 
@@ -114,20 +111,16 @@ def write(
     threads: int = 0,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """The pools with the new tokens; written in place if the pools are donated or not used afterwards."""
-    library.check_isa(isa)
     arrays = tuple(_floats(None) if pool is None else pool for pool in pools)
-    call = jax.ffi.ffi_call(
+    k_pool, v_pool, k_token_scale, v_token_scale = _call(
         library.WRITE,
         tuple(jax.ShapeDtypeStruct(pool.shape, pool.dtype) for pool in arrays),
-        input_output_aliases={5: 0, 6: 1, 7: 2, 8: 3},
-        vmap_method="sequential",
-    )
-    k_pool, v_pool, k_token_scale, v_token_scale = call(
         *(k, v, _ints(slot_mapping), _per_head(k_scale, k.shape[1]), _per_head(v_scale, v.shape[1]), *arrays),
         kv_dtype=np.int32(_DTYPES.index(kv_dtype)),
         heads_first=bool(heads_first),
         isa=isa,
-        threads=np.int32(threads),
+        threads=threads,
+        aliases={5: 0, 6: 1, 7: 2, 8: 3},
     )
     k_token_scale = None if pools[2] is None else k_token_scale
     v_token_scale = None if pools[3] is None else v_token_scale
@@ -144,8 +137,9 @@ def product(
     threads: int = 0,
 ) -> tuple[jax.Array, ...]:
     """x @ matrix for each of them, summed in float32. The bits of a row depend neither on the other rows nor on T."""
-    widths = [matrix.shape[0 if transposed else 1] for matrix in matrices]
-    return _product(x, matrices, widths, out_dtype, transposed, False, isa, threads)
+    results = _results(x, [matrix.shape[0 if transposed else 1] for matrix in matrices], out_dtype)
+    y = _call(library.PRODUCT, results, x, *matrices, transposed=transposed, silu=False, isa=isa, threads=threads)
+    return tuple(y)
 
 
 def head_product(
@@ -157,10 +151,9 @@ def head_product(
     threads: int = 0,
 ) -> jax.Array:
     """[T H out] x[:, h] @ w[h] for each head, summed in float32. The bits of a row depend on that row only."""
-    library.check_isa(isa)
-    shape = jax.ShapeDtypeStruct((x.shape[1], x.shape[0], w.shape[2]), jnp.dtype(out_dtype))
-    call = jax.ffi.ffi_call(library.HEAD_PRODUCT, shape, vmap_method="sequential")
-    return jnp.swapaxes(call(jnp.swapaxes(x, 0, 1), w, isa=isa, threads=np.int32(threads)), 0, 1)
+    result = jax.ShapeDtypeStruct((x.shape[1], x.shape[0], w.shape[2]), jnp.dtype(out_dtype))
+    y = _call(library.HEAD_PRODUCT, result, jnp.swapaxes(x, 0, 1), w, isa=isa, threads=threads)
+    return jnp.swapaxes(y, 0, 1)
 
 
 def expert_product(
@@ -176,27 +169,16 @@ def expert_product(
 
     The bits of a row depend on that row only. Rows beyond the sum of the sizes are undefined.
     """
-    library.check_isa(isa)
-    shape = jax.ShapeDtypeStruct((x.shape[0], w.shape[2]), jnp.dtype(out_dtype))
-    call = jax.ffi.ffi_call(library.EXPERT_PRODUCT, shape, vmap_method="sequential")
-    return call(x, w, _ints(sizes), isa=isa, threads=np.int32(threads))
+    (result,) = _results(x, [w.shape[2]], out_dtype)
+    return _call(library.EXPERT_PRODUCT, result, x, w, _ints(sizes), isa=isa, threads=threads)
 
 
 def silu_product(
     x: jax.Array, gate: jax.Array, up: jax.Array, *, out_dtype, isa: str = "auto", threads: int = 0
 ) -> jax.Array:
     """silu(x @ gate) * (x @ up); each product is rounded to out_dtype, the rest is float32 up to the result."""
-    return _product(x, (gate, up), [gate.shape[1]], out_dtype, False, True, isa, threads)[0]
-
-
-def _product(x, matrices, widths, out_dtype, transposed: bool, silu: bool, isa: str, threads: int) -> tuple:
-    library.check_isa(isa)
-    call = jax.ffi.ffi_call(
-        library.PRODUCT,
-        tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(out_dtype)) for width in widths),
-        vmap_method="sequential",
-    )
-    return tuple(call(x, *matrices, transposed=transposed, silu=silu, isa=isa, threads=np.int32(threads)))
+    results = _results(x, [gate.shape[1]], out_dtype)
+    return _call(library.PRODUCT, results, x, gate, up, transposed=False, silu=True, isa=isa, threads=threads)[0]
 
 
 Packed = tuple[jax.Array, jax.Array, "jax.Array | None", "jax.Array | None"]
@@ -215,22 +197,13 @@ def packed_product(
     threads: int = 0,
 ) -> tuple[jax.Array, ...]:
     """x @ the dequantised matrix for each of them, in float32. The bits of a row depend on that row only."""
-    library.check_isa(isa)
     arrays = []
     for values, scales, zero_points, factor in matrices:
         arrays += [values, scales, jnp.zeros((0, 0), jnp.int8) if zero_points is None else zero_points, _floats(factor)]
-    widths = [values.shape[0 if transposed else 1] for values, *_ in matrices]
-    call = jax.ffi.ffi_call(
-        library.PACKED_PRODUCT,
-        tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(out_dtype)) for width in widths),
-        vmap_method="sequential",
-    )
-    return tuple(
-        call(
-            *(x, *arrays), format=np.int32(PACKED_FORMATS.index(format)), transposed=transposed, isa=isa,
-            threads=np.int32(threads),
-        )
-    )  # fmt: skip
+    results = _results(x, [values.shape[0 if transposed else 1] for values, *_ in matrices], out_dtype)
+    form = np.int32(PACKED_FORMATS.index(format))
+    y = _call(library.PACKED_PRODUCT, results, x, *arrays, format=form, transposed=transposed, isa=isa, threads=threads)
+    return tuple(y)
 
 
 def packed_expert_product(
@@ -244,13 +217,12 @@ def packed_expert_product(
     threads: int = 0,
 ) -> jax.Array:
     """[N out] each row times the dequantised matrix of its expert, in float32. Rows beyond the sizes are undefined."""
-    library.check_isa(isa)
     values, scales, zero_points, factor = weights
     zero_points = jnp.zeros((0, 0, 0), jnp.int8) if zero_points is None else zero_points
-    shape = jax.ShapeDtypeStruct((x.shape[0], values.shape[2]), jnp.dtype(out_dtype))
-    call = jax.ffi.ffi_call(library.PACKED_EXPERT_PRODUCT, shape, vmap_method="sequential")
-    form = dict(format=np.int32(PACKED_FORMATS.index(format)), isa=isa, threads=np.int32(threads))
-    return call(x, values, scales, zero_points, _floats(factor), _ints(sizes), **form)
+    (result,) = _results(x, [values.shape[2]], out_dtype)
+    operands = x, values, scales, zero_points, _floats(factor), _ints(sizes)
+    form = np.int32(PACKED_FORMATS.index(format))
+    return _call(library.PACKED_EXPERT_PRODUCT, result, *operands, format=form, isa=isa, threads=threads)
 
 
 def draw(
@@ -272,11 +244,9 @@ def draw(
     floor: the least scaled logit that top_k and top_p keep; -inf if they keep all.
     A row with a NaN, or whose maximum is infinite, gives -1 and -inf. Both results depend on the row only.
     """
-    library.check_isa(isa)
     shapes = [jax.ShapeDtypeStruct(logits.shape[:1], dtype) for dtype in (jnp.int32, jnp.float32)]
     rules = _floats(temperature), _ints(top_k), _floats(top_p), jnp.log(_floats(min_p))
-    call = jax.ffi.ffi_call(library.DRAW, shapes, vmap_method="sequential")
-    token, floor = call(_floats(logits), *rules, keys, isa=isa, threads=np.int32(threads))
+    token, floor = _call(library.DRAW, shapes, _floats(logits), *rules, keys, isa=isa, threads=threads)
     return token, floor
 
 
@@ -289,6 +259,18 @@ def first_largest(logits: jax.Array, *, isa: str = "auto", threads: int = 0) -> 
 def full(shape: tuple[int, ...], value: jax.Array) -> jax.Array:
     """jnp.full(shape, value), in 2 MiB OS pages where Linux grants them: fewer TLB misses."""
     return jax.ffi.ffi_call(library.FILL, jax.ShapeDtypeStruct(shape, value.dtype), vmap_method="sequential")(value)
+
+
+def _call(name: str, results, *operands, isa: str, threads: int, aliases: dict[int, int] | None = None, **attributes):
+    """The results of a custom call. aliases: numbers of operands, in whose memory results may be written."""
+    library.check_isa(isa)
+    call = jax.ffi.ffi_call(name, results, vmap_method="sequential", input_output_aliases=aliases)
+    return call(*operands, **attributes, isa=isa, threads=np.int32(threads))
+
+
+def _results(x: jax.Array, widths: Sequence[int], dtype) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Those of products: as many rows as x."""
+    return tuple(jax.ShapeDtypeStruct((x.shape[0], width), jnp.dtype(dtype)) for width in widths)
 
 
 def _ints(x, empty_shape: tuple[int, ...] = (0,)) -> jax.Array:

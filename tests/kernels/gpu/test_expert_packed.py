@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.gpu.expert_product import PACKED
 from jattn.ops.expert_rows import padded_count
 from jattn.ops.expert_wgmma import tiles_of
 from pallas_kernels.gpu import expert_packed_sm90 as kernel
@@ -43,16 +44,16 @@ FORMS = {
 }
 
 
-def case(form: str, multiple: int, warpgroups: int, matrices: int, inner: int, width: int, **fields):
+def case(form: str, tile_rows: int, warpgroups: int, matrices: int, inner: int, width: int, **fields):
     """(config, x, matrices, tiles, the numbers of the matrices, the expert of each row that is used)"""
-    sizes = np.array([3, 0, multiple + 1, multiple, 0])
-    padded = -(-sizes // multiple) * multiple
+    sizes = np.array([3, 0, tile_rows + 1, tile_rows, 0])
+    padded = -(-sizes // tile_rows) * tile_rows
     form = FORMS[form] | dict(group=FORMS[form]["group"] or inner)
     config = ExpertPackedConfig(
-        rows=padded_count(int(sizes.sum()), len(sizes), multiple), inner=inner, widths=(width,) * matrices,
-        experts=len(sizes), multiple=multiple, warpgroups=warpgroups, ctas=3, dtype="bfloat16", **form, **fields,
+        rows=padded_count(int(sizes.sum()), len(sizes), tile_rows), inner=inner, widths=(width,) * matrices,
+        experts=len(sizes), tile_rows=tile_rows, warpgroups=warpgroups, ctas=3, dtype="bfloat16", **form, **fields,
     )  # fmt: skip
-    rng, zeros = np.random.default_rng(multiple), config.has_zeros
+    rng, zeros = np.random.default_rng(tile_rows), config.has_zeros
     how = dict(scales=config.scale_dtype, factor=config.has_factor)
     x = rng.standard_normal((config.rows, inner))
     x[padded.sum() :] = np.nan  # rows of no tile
@@ -100,18 +101,18 @@ def test_is_the_product_of_each_row_and_its_expert(shape):
     assert (np.abs(found - wanted) <= 2.0**-8 * np.abs(wanted) + 1e-5 * wanted.std()).all()
 
 
-@pytest.mark.parametrize(("multiple", "warpgroups"), [(8, 4), (64, 2)])
-def test_every_thread_stores_its_columns(multiple, warpgroups):
-    config = case("fp8 blocks", multiple, warpgroups, 1, 128, 64 * warpgroups * 2)[0]
+@pytest.mark.parametrize(("tile_rows", "warpgroups"), [(8, 4), (64, 2)])
+def test_every_thread_stores_its_columns(tile_rows, warpgroups):
+    config = case("fp8 blocks", tile_rows, warpgroups, 1, 128, 64 * warpgroups * 2)[0]
     rng = np.random.default_rng(0)
     memory, y = Memory(), rng.normal(size=(config.rows, config.width)).astype(np.float32)
     out = memory.add(np.zeros((config.rows, config.width), jnp.bfloat16))
     machine = memory.machine(128 * warpgroups)
     wg, row_of, t = lanes_of(warpgroups)
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
-    for row in range(0, config.rows, multiple):
+    for row in range(0, config.rows, tile_rows):
         for column in range(0, config.width, config.strip):
-            total = Fragment((64, multiple), packed._WGMMA)
+            total = Fragment((64, tile_rows), packed._WGMMA)
             for i, (second, place) in enumerate(rows.pair_places(total)):
                 at = column + 64 * wg + column_of(row_of[second])
                 pair = [y[row + place + 2 * t + k, at] for k in range(2)]
@@ -134,9 +135,8 @@ def test_warpgroups_ask_for_no_more_registers_than_the_cta_has(warpgroups):
         assert registers % 8 == 0 and 24 <= registers <= 256
 
 
-MODELS = {name: SHAPES[name] for name in ("Qwen3 30B-A3B", "gpt-oss 20B", "Mixtral 8x7B", "hidden 320")} | {
-    "DeepSeek V3": (256, 8, 7168, 2048),
-    "OLMoE": (64, 8, 2048, 1024),
+MODELS = {name: SHAPES[name] for name in ("qwen3_30b", "gpt_oss_20b", "mixtral_8x7b", "olmoe", "hidden 320")} | {
+    "deepseek_v3": PACKED["deepseek_v3_fp8"][1],
     "hidden 640": (4, 2, 640, 896),
 }
 
@@ -146,10 +146,10 @@ def chosen(model: str, tokens: int, form: str, down: bool, matrices: int = 1) ->
     inner, width = (width, hidden) if down else (hidden, width)
     form = FORMS[form] | dict(group=FORMS[form]["group"] or inner)
     sums = ExpertPackedConfig(rows=8, inner=inner, widths=(width,), experts=1, **form).scales_sums
-    multiple = tile_rows_of(tokens * top, experts, width, form["format"], sums)
-    padded = padded_count(tokens * top, experts, multiple)
+    tile_rows = tile_rows_of(tokens * top, experts, width, form["format"], sums)
+    padded = padded_count(tokens * top, experts, tile_rows)
     return choose(
-        132, width=width, matrices=matrices, rows=padded, inner=inner, experts=experts, multiple=multiple,
+        132, width=width, matrices=matrices, rows=padded, inner=inner, experts=experts, tile_rows=tile_rows,
         dtype="bfloat16", **form,
     )  # fmt: skip
 
@@ -187,7 +187,7 @@ def test_refuses_with_every_reason():
     for part in ("results float32", "zero points of fp8", "inner 320", "width 320", "7 rows"):
         assert any(part in reason for reason in reasons), reasons
     fields = dict(
-        warpgroups=5, multiple=12, depth=32, experts=0, ctas=0, format="int5", widths=(256, 128), group=16, stages=2,
+        warpgroups=5, tile_rows=12, depth=32, experts=0, ctas=0, format="int5", widths=(256, 128), group=16, stages=2,
     )  # fmt: skip
     for field, value in fields.items():
         assert len(supports(dataclasses.replace(config, **{field: value}))) == 1, field
@@ -196,7 +196,7 @@ def test_refuses_with_every_reason():
     of_zeros = dict(format="int4", group=128, has_zeros=True, widths=(192,), warpgroups=3)
     (reason,) = supports(dataclasses.replace(config, **of_zeros))
     assert reason == "192 zero points of a stage: wanted a multiple of 128"
-    (reason,) = supports(dataclasses.replace(config, multiple=128, rows=128, widths=(256, 256)))
+    (reason,) = supports(dataclasses.replace(config, tile_rows=128, rows=128, widths=(256, 256)))
     assert reason == "sums of 128 rows, 2 matrices: wanted 128"
     of_32 = case("int4 of 32", 64, 2, 1, 256, 128, depth=128)[0]
     assert supports(of_32) == ["stages of 128 inputs in groups of 32 with 64 rows: wanted 64"]
@@ -213,9 +213,9 @@ def test_refuses_with_every_reason():
 
 @pytest.mark.parametrize(
     ("model", "form", "matrices", "tokens"),
-    [("Qwen3 30B-A3B", "fp8 blocks", 2, 64), ("gpt-oss 20B", "MXFP4", 1, 256), ("Mixtral 8x7B", "AWQ", 1, 2048),
-     ("DeepSeek V3", "int8", 2, 2048), ("OLMoE", "int4 of 32", 2, 300), ("OLMoE", "NVFP4", 2, 300),
-     ("OLMoE", "AWQ", 1, 1)],
+    [("qwen3_30b", "fp8 blocks", 2, 64), ("gpt_oss_20b", "MXFP4", 1, 256), ("mixtral_8x7b", "AWQ", 1, 2048),
+     ("deepseek_v3", "int8", 2, 2048), ("olmoe", "int4 of 32", 2, 300), ("olmoe", "NVFP4", 2, 300),
+     ("olmoe", "AWQ", 1, 1)],
 )  # fmt: skip
 def test_it_lowers_for_cuda(model, form, matrices, tokens):
     config = chosen(model, tokens, form, False, matrices)
@@ -235,4 +235,4 @@ def test_it_lowers_for_cuda(model, form, matrices, tokens):
 
 
 def test_a_gate_and_up_of_many_rows_are_two_launches():
-    assert chosen("Mixtral 8x7B", 2048, "AWQ", False, 2) is None and chosen("Mixtral 8x7B", 2048, "AWQ", False)
+    assert chosen("mixtral_8x7b", 2048, "AWQ", False, 2) is None and chosen("mixtral_8x7b", 2048, "AWQ", False)

@@ -17,17 +17,17 @@ from pallas_kernels.gpu import expert_rows_sm80 as kernel
 from tests.kernels.gpu.simt import emulated
 from tests.kernels.gpu.test_packed_product import Memory
 
-CASES = [  # choices, experts, multiple
+CASES = [  # choices, experts, tile_rows
     (1, 1, 8), (8, 128, 8), (32, 128, 16), (33, 8, 8), (512, 128, 8), (600, 5, 64), (1000, 16, 96), (7, 300, 1),
     (512, 7, 192), (96, 513, 32),
 ]  # fmt: skip
 
 
-def by_threads(expert: np.ndarray, experts: int, multiple: int) -> list[np.ndarray]:
+def by_threads(expert: np.ndarray, experts: int, tile_rows: int) -> list[np.ndarray]:
     """What `kernel.arrange` returns, computed thread by thread; all memory holds rubbish before."""
     memory, choices = Memory(), len(expert)
-    rows = padded_count(choices, experts, multiple)
-    sizes = choices, rows, choices, rows, experts, 3 * (1 + rows // multiple)
+    rows = padded_count(choices, experts, tile_rows)
+    sizes = choices, rows, choices, rows, experts, 3 * (1 + rows // tile_rows)
     rubbish = lambda words: memory.add(np.full(4 * words, 0x6B, np.uint8))
     shared = list(map(rubbish, kernel.shared_words(choices, experts)))
     given = [memory.add(expert), *map(rubbish, sizes[1:])]
@@ -37,28 +37,28 @@ def by_threads(expert: np.ndarray, experts: int, multiple: int) -> list[np.ndarr
     with emulated(kernel, machine), mock.patch.object(kernel.lax, "axis_index", lambda _: machine.lane // 128):
         places = [every(a, np.int64) for a in given]
         kernel._arrange(
-            experts, multiple, [ref.shape[0] for ref in refs], places, list(map(every, shared)), machine.lane
+            experts, tile_rows, [ref.shape[0] for ref in refs], places, list(map(every, shared)), machine.lane
         )
     read = lambda at, words: machine.memory[at : at + 4 * words].view(np.int32).copy()
     *found, tiles = (read(at, size) for at, size in zip(given[1:], sizes[1:], strict=True))
     return [*found, tiles.reshape(-1, 3)]
 
 
-@pytest.mark.parametrize(("choices", "experts", "multiple"), CASES)
+@pytest.mark.parametrize(("choices", "experts", "tile_rows"), CASES)
 @pytest.mark.parametrize("few", [False, True])
-def test_rows_and_tiles_are_those_of_the_steps(choices, experts, multiple, few):
+def test_rows_and_tiles_are_those_of_the_steps(choices, experts, tile_rows, few):
     """few: most choices are of no expert, as those of padding."""
     rng = np.random.default_rng(choices)
     expert = rng.integers(0, experts + 1, choices).astype(np.int32)
     if few:
         expert[min(3, choices - 1) :] = experts
     assert kernel.serves(choices, experts)
-    *found, tiles = by_threads(expert, experts, multiple)
-    wanted = jax.jit(arrange_in_steps, static_argnums=(1, 2))(expert, experts, multiple)
+    *found, tiles = by_threads(expert, experts, tile_rows)
+    wanted = jax.jit(arrange_in_steps, static_argnums=(1, 2))(expert, experts, tile_rows)
     for one, other in zip(found, (wanted.choice, wanted.row, wanted.expert, wanted.sizes), strict=True):
         np.testing.assert_array_equal(one, other)
-    used = int(wanted.sizes.sum()) // multiple
-    config = types.SimpleNamespace(tile_rows=multiple, tiles=len(found[0]) // multiple)
+    used = int(wanted.sizes.sum()) // tile_rows
+    config = types.SimpleNamespace(tile_rows=tile_rows, tiles=len(found[0]) // tile_rows)
     np.testing.assert_array_equal(tiles[: 1 + used], np.asarray(tiles_of(wanted.sizes, config))[: 1 + used])
     assert not tiles[1 + used :].any()
 
@@ -81,11 +81,11 @@ def test_hopper_takes_it(chip, monkeypatch):
     made = []
     monkeypatch.setattr(expert_rows.device, "detect", lambda: Chip("gpu", chip) if chip else Chip("cpu"))
 
-    def launch(expert, experts, multiple, rows):
-        made.append((expert.shape, experts, multiple, rows))
-        sizes = (rows,), expert.shape, (rows,), (experts,), (1 + rows // multiple, 3)
+    def launch(expert, experts, tile_rows, rows):
+        made.append((expert.shape, experts, tile_rows, rows))
+        sizes = (rows,), expert.shape, (rows,), (experts,), (1 + rows // tile_rows, 3)
         shapes = [jax.ShapeDtypeStruct(size, jnp.int32) for size in sizes]
-        return jax.pure_callback(lambda e: by_threads(np.asarray(e), experts, multiple), shapes, expert)
+        return jax.pure_callback(lambda e: by_threads(np.asarray(e), experts, tile_rows), shapes, expert)
 
     monkeypatch.setattr(kernel, "arrange", launch)
     expert = np.random.default_rng(0).integers(0, 5, 40).astype(np.int32)
@@ -95,13 +95,13 @@ def test_hopper_takes_it(chip, monkeypatch):
     assert arrange(jnp.asarray(expert), 4, 1).tiles is None, "rows that are not padded have no tiles"
 
 
-@pytest.mark.parametrize(("choices", "experts", "multiple"), [(32, 128, 8), (1024, 384, 16)])
-def test_it_lowers_for_cuda(choices, experts, multiple):
-    rows = padded_count(choices, experts, multiple)
-    run = jax.jit(lambda expert: kernel.arrange(expert, experts, multiple, rows))
+@pytest.mark.parametrize(("choices", "experts", "tile_rows"), [(32, 128, 8), (1024, 384, 16)])
+def test_it_lowers_for_cuda(choices, experts, tile_rows):
+    rows = padded_count(choices, experts, tile_rows)
+    run = jax.jit(lambda expert: kernel.arrange(expert, experts, tile_rows, rows))
     shape = jax.ShapeDtypeStruct((choices,), jnp.int32)
     check = jax.export.DisabledSafetyCheck.custom_call(PALLAS_CALL)
     export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(shape)
     assert [out.shape for out in export.out_avals] == [
-        (rows,), (choices,), (rows,), (experts,), (1 + rows // multiple, 3)
+        (rows,), (choices,), (rows,), (experts,), (1 + rows // tile_rows, 3)
     ]  # fmt: skip

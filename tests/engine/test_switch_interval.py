@@ -1,11 +1,11 @@
-"""Short turns: the interpreter's switch interval while a step runs, and afterwards."""
+"""The interpreter's switch interval while a step of an engine runs, and afterwards."""
 
 import sys
 import threading
 
 import pytest
 
-from jattn.engine import turns
+from jattn.engine import switch_interval
 
 
 @pytest.fixture(autouse=True)
@@ -17,19 +17,19 @@ def five_milliseconds():
 
 
 def test_the_interval_is_short_inside_and_as_before_after_the_last_has_left():
-    with turns.short:
-        assert sys.getswitchinterval() == pytest.approx(turns.SECONDS, abs=5e-6)
+    with switch_interval.short:
+        assert sys.getswitchinterval() == pytest.approx(switch_interval.SECONDS, abs=5e-6)
         inside, leave = threading.Event(), threading.Event()
 
         def other():
-            with turns.short:
+            with switch_interval.short:
                 inside.set()
                 leave.wait(60)
 
         thread = threading.Thread(target=other)
         thread.start()
         assert inside.wait(60)
-    assert sys.getswitchinterval() == pytest.approx(turns.SECONDS, abs=5e-6)
+    assert sys.getswitchinterval() == pytest.approx(switch_interval.SECONDS, abs=5e-6)
     leave.set()
     thread.join()
     assert sys.getswitchinterval() == pytest.approx(0.005, abs=5e-6)
@@ -37,7 +37,7 @@ def test_the_interval_is_short_inside_and_as_before_after_the_last_has_left():
 
 def test_an_exception_and_a_shorter_interval_of_the_program_are_kept():
     sys.setswitchinterval(0.0001)
-    with pytest.raises(KeyError), turns.short:
+    with pytest.raises(KeyError), switch_interval.short:
         assert sys.getswitchinterval() == pytest.approx(0.0001, abs=5e-6)
         raise KeyError
     assert sys.getswitchinterval() == pytest.approx(0.0001, abs=5e-6)
