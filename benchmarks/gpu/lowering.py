@@ -11,6 +11,7 @@ import os
 import pickle
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import Any
 
 import jax
 from jax import export
@@ -25,10 +26,15 @@ def lowered(function: Callable, *shapes: jax.ShapeDtypeStruct) -> bytes:
     return pickle.dumps(dataclasses.replace(exported, _get_vjp=None))  # flatbuffers, its own format, is optional
 
 
-def compiled(program: bytes) -> jax.stages.Compiled:
-    """A lowered function, compiled for this process's device."""
+def compiled(program: bytes, **options: Any) -> jax.stages.Compiled:
+    """A lowered function, compiled for this process's device with these options of XLA."""
     exported = pickle.loads(program)
-    return jax.jit(exported.call).lower(*exported.in_avals).compile()
+    return jax.jit(exported.call).lower(*exported.in_avals).compile(compiler_options=options or None)
+
+
+def compiled_each(programs: dict[str, bytes]) -> dict[str, jax.stages.Compiled]:
+    """Lowered functions by name, compiled."""
+    return {name: compiled(program) for name, program in programs.items()}
 
 
 class Compiler:
@@ -43,9 +49,9 @@ class Compiler:
         """A future of make(*args), which gives lowered functions by name."""
         return self.processes.submit(make, *args)
 
-    def compile(self, made: Future) -> Future:
+    def compile(self, made: Future, how: Callable = compiled_each) -> Future:
         """A future of the same functions compiled."""
-        return self.threads.submit(lambda: {name: compiled(program) for name, program in made.result().items()})
+        return self.threads.submit(lambda: how(made.result()))
 
     def close(self) -> None:
         """Ends without what is not done yet."""
