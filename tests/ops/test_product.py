@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
 
+from jattn.device import Chip
 from jattn.ops import product as product_ops
 from jattn.ops.product import gated_product, product, products
 
@@ -30,6 +31,30 @@ def only(monkeypatch, name: str) -> None:
     if not BY_NAME[name].supports("cpu", draw(0, (1, 1)), (draw(0, (1, 1)),), jnp.dtype("float32")):
         pytest.skip(f"{name} is not available here")
     monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME[name],))
+
+
+PARTS = {  # rows, inner, width: parts of the inner dimension on a GPU
+    (4, 10944, 2048): 18,  # down of DeepSeek V2 Lite
+    (64, 10944, 2048): 18,
+    (65, 10944, 2048): 1,  # many rows
+    (4, 10944, 4096): 1,  # columns for all processors
+    (4, 2880, 32): 30,  # router of gpt-oss
+    (1, 2880, 32): 30,
+    (4, 4096, 64): 1,  # a power of two of parts needs no padding
+    (4, 2888, 32): 1,  # no other parts either
+}
+
+
+@pytest.mark.parametrize("shape", PARTS, ids=str)
+def test_few_columns_on_a_gpu_have_parts_that_xla_need_not_pad(shape, monkeypatch):
+    rows, inner, width = shape
+    x, kernel = draw(rows, (rows, inner), "bfloat16"), draw(1, (inner, width), "bfloat16")
+    monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME["dot"],))
+    traced, parts = str(jax.make_jaxpr(product)(x, kernel)), PARTS[shape]
+    assert (f"bf16[{parts},{inner // parts},{width}]" in traced) == (parts > 1)
+    wanted = wide(x) @ wide(kernel)
+    assert np.abs(wide(product(x, kernel)) - wanted).max() < 1e-5 * inner**0.5
 
 
 @pytest.mark.parametrize("name", BY_NAME)
