@@ -178,7 +178,7 @@ def batch_of(name: str, shapes: StepShapes, num_blocks: int):
     meta = meta_of(lens, seqs, seqs, table.astype(np.int32), shapes, shape)
     remaining = np.where(np.arange(shape.num_rows) < len(lens), 40, 0).astype(np.int32)
     batch = dataclasses.replace(
-        batch, token_ids=rng.integers(5, 500, tokens).astype(np.int32), metas=(meta,) * len(batch.metas),
+        batch, token_ids=rng.integers(5, 500, tokens).astype(np.int32), metas=(meta,),
         rows=dataclasses.replace(batch.rows, remaining=remaining), steps=np.int32(BURST if is_decode else 1),
     )  # fmt: skip
     return packed_batch([batch], shapes)

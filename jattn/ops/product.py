@@ -140,7 +140,7 @@ def _parts_of_inner(x: jax.Array, matrix: jax.Array) -> int:
     if device.detect().platform != "gpu" or is_partitioned() or rows > FEW_ROWS or x.dtype.itemsize != 2:
         return 1
     wanted = next((parts for widest, parts in SPLITS if width <= widest), 1)
-    if inner % (8 * wanted) == 0:
+    if wanted == 1 or inner % (8 * wanted) == 0:
         return 1
     able = [parts for parts in range(wanted // 2, 2 * wanted + 1) if inner % (16 * parts) == 0]
     return min(able, key=lambda parts: max(parts / wanted, wanted / parts), default=1)

@@ -42,6 +42,7 @@ PARTS = {  # rows, inner, width: parts of the inner dimension on a GPU
     (1, 2880, 32): 30,
     (4, 4096, 64): 1,  # a power of two of parts needs no padding
     (4, 2888, 32): 1,  # no other parts either
+    (4, 60, 2056): 1,  # columns for all processors, and inputs that 8 does not divide
 }
 
 
