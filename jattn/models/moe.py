@@ -1,10 +1,12 @@
 """A mixture of experts. Rows are sorted by expert, so that each expert multiplies only its own rows."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from jattn.models.few_tokens import FewTokens
 from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
@@ -139,6 +141,21 @@ class MoE:
         `weights` has these experts alone, and the router of all. The results of all ranges of experts add up to the
         mixture without its shared expert; the identity experts belong to the range that begins at 0.
         """
+        few = FewTokens.of(self, weights, x, self.num_experts if count is None else count)
+        by_rows = functools.partial(self._routed_by_rows, count=count)
+        compute = by_rows if few is None else few.with_derivative_of(by_rows)
+        return compute(weights, x, first, routed_by, is_live)
+
+    def _routed_by_rows(
+        self,
+        weights: dict,
+        x: jax.Array,
+        first: "jax.Array | int",
+        routed_by: jax.Array | None,
+        is_live: jax.Array | None,
+        count: int | None,
+    ) -> jax.Array:
+        """`routed`, with the rows of each expert brought together."""
         chosen, score = self._route(weights["router"], x if routed_by is None else routed_by)
         kept = jnp.where(chosen >= self.num_experts, score, 0).sum(axis=-1) if self.identity_experts else None
         flat, count = chosen.reshape(-1), self.num_experts if count is None else count
@@ -162,14 +179,17 @@ class MoE:
         y = y.reshape(x.shape[0], self.top_k, x.shape[1]).sum(axis=1)
         return y if kept is None else y + x * jnp.where(first == 0, kept, 0)[:, None].astype(x.dtype)
 
+    def logits(self, router: dict, x: jax.Array) -> jax.Array:
+        """f32[T, num_routes], of the router."""
+        x = x if self.router_norm is None else self.router_norm(router.get("norm", {}), x)
+        if not self.float32_router:
+            return linear(router, x).astype(jnp.float32)
+        logits = product(x, router["kernel"])
+        return logits + router["bias"].astype(jnp.float32)[None, :] if self.router_bias else logits
+
     def _route(self, router: dict, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The chosen experts i32[T, top_k] and their scores f32[T, top_k]."""
-        x = x if self.router_norm is None else self.router_norm(router.get("norm", {}), x)
-        if self.float32_router:
-            logits = product(x, router["kernel"])
-            logits = logits + router["bias"].astype(jnp.float32)[None, :] if self.router_bias else logits
-        else:
-            logits = linear(router, x).astype(jnp.float32)
+        logits = self.logits(router, x)
         if self.scores == "sparsemixer":
             return _sparsemixer(logits, self.jitter)
         if self.scores == "softmax" and not self.correction and self.groups == 1:
@@ -217,14 +237,20 @@ class MoE:
             is_used = jnp.arange(y.shape[0]) < rows.sizes.sum()  # others may be NaN, and are derivatives of a bias too
             return jnp.where(is_used[:, None], y + weights[name]["bias"][rows.expert], 0)
 
-        if self.activation == "silu" and self.clamp is None and not self.bias:
+        if self.is_plain_silu:
             inner = silu_expert_product(x, gate, up, *of_rows)
         else:
             of_gate, of_up = expert_products(x, (gate, up), *of_rows)
-            inner = self._gated(with_bias("gate", of_gate), with_bias("up", of_up))
+            inner = self.gated(with_bias("gate", of_gate), with_bias("up", of_up))
         return with_bias("down", expert_product(inner, down, *of_rows))
 
-    def _gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+    @property
+    def is_plain_silu(self) -> bool:
+        """Is what `down` multiplies silu(x gate) * (x up)?"""
+        return self.activation == "silu" and self.clamp is None and not self.bias
+
+    def gated(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """What `down` multiplies."""
         if self.clamp is None:
             return activation(self.activation)(gate) * up
         alpha, limit = self.clamp

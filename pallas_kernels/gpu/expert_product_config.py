@@ -19,13 +19,14 @@ DTYPES = "bfloat16", "float16"
 class ExpertProductConfig:
     """A launch of expert_product_sm90.py. Hashable."""
 
-    rows: int  # of x, of all experts together
+    rows: int  # of the result, of all experts together
     inner: int
     width: int  # columns of each matrix
     experts: int
     matrices: int = 1  # of an expert; of two, a warpgroup has the same columns of both
     dtype: str = "bfloat16"
     tile_rows: int = 128  # the rows of each expert are a multiple of it
+    tokens: int = 0  # x has so many rows, which are the first of every tile; 0: x has all rows
     warpgroups: int = 2  # that multiply, side by side; one more loads
     ctas: int = 132
 
@@ -37,6 +38,10 @@ class ExpertProductConfig:
     @property
     def strips(self) -> int:
         return self.width // self.strip
+
+    @property
+    def x_rows(self) -> int:
+        return self.tokens or self.rows
 
     @property
     def tiles(self) -> int:
@@ -89,6 +94,7 @@ def supports(config: ExpertProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.width <= 0 or c.width % max(c.strip, 1) != 0, f"width {c.width}: wanted a multiple of {c.strip}")
     refuse(c.rows <= 0 or c.rows % max(c.tile_rows, 1) != 0, f"{c.rows} rows: wanted a multiple of {c.tile_rows}")
     refuse(c.experts < 1, f"{c.experts} experts: wanted 1 or more")
+    refuse(not 0 <= c.tokens <= c.tile_rows, f"{c.tokens} tokens: wanted at most {c.tile_rows}, or 0")
     refuse(c.ctas < 1, f"{c.ctas} CTAs: wanted 1 or more")
     refuse(c.matrices not in (1, 2), f"{c.matrices} matrices: wanted 1 or 2")
     refuse(not 1 <= c.warpgroups <= 3, f"{c.warpgroups} warpgroups: wanted 1 to 3")
@@ -116,12 +122,13 @@ def tile_rows_of(rows: int, experts: int, width: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def choose(
     processors: int, *, rows: int, inner: int, width: int, experts: int, dtype: str, tile_rows: int, matrices: int = 1,
-    chip: str = "sm_90",
+    tokens: int = 0, chip: str = "sm_90",
 ) -> ExpertProductConfig | None:  # fmt: skip
     """The launch for padded rows; None where the kernel cannot serve them."""
     base = ExpertProductConfig(
-        rows=rows, inner=inner, width=width, experts=experts, matrices=matrices, dtype=dtype, tile_rows=tile_rows
-    )
+        rows=rows, inner=inner, width=width, experts=experts, matrices=matrices, dtype=dtype, tile_rows=tile_rows,
+        tokens=tokens,
+    )  # fmt: skip
     ways = [dataclasses.replace(base, warpgroups=warpgroups) for warpgroups in (2, 3, 1)]
     way = next((way for way in ways if not supports(way, chip=chip)), None)
     return way and dataclasses.replace(way, ctas=min(processors, way.tiles * way.strips))

@@ -36,7 +36,7 @@ COMPUTING_REGISTERS = {1: 240, 2: 232, 3: 152}  # by the number of warpgroups th
 def expert_product(
     x: jax.Array, matrices: tuple[jax.Array, ...], tiles: jax.Array, config: ExpertProductConfig
 ) -> jax.Array:
-    """[rows, width]: x [rows, inner] times a matrix [experts, inner, width]; of two, silu(x gate) * (x up).
+    """[rows, width]: x [config.x_rows, inner] times a matrix [experts, inner, width]; of two, silu(x gate) * (x up).
 
     tiles i32[1 + config.tiles, 3]: how many tiles have rows; then of each tile its expert, the expert's first tile, and
     the number of the expert's tiles. Rows of the result after the tiles that have rows are undefined.
@@ -60,7 +60,7 @@ def expert_product(
 
 def _check(c: ExpertProductConfig, x, matrices: Sequence[jax.Array], tiles):
     """ValueError unless the arrays have the shapes and dtypes of the config."""
-    wanted = [("x", x, (c.rows, c.inner), c.dtype), ("tiles", tiles, (1 + c.tiles, 3), "int32")]
+    wanted = [("x", x, (c.x_rows, c.inner), c.dtype), ("tiles", tiles, (1 + c.tiles, 3), "int32")]
     wanted += [("matrix", matrix, (c.experts, c.inner, c.width), c.dtype) for matrix in matrices]
     for name, array, shape, dtype in wanted:
         if (array.shape, array.dtype.name) != (shape, dtype):
@@ -138,7 +138,8 @@ def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
 
     def copy(expert, row, column, _, at_inner, slot):
         send = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], smem["full"].at[slot])
-        send(x.at[pl.ds(row, c.tile_rows), at_inner], smem["tokens"])
+        first = row * 0 if c.tokens else row  # a traced 0: the tile goes on after the last row of x, with zeros
+        send(x.at[pl.ds(first, c.tile_rows), at_inner], smem["tokens"])
         for matrix, stages in zip(matrices, smem["matrices"], strict=True):
             send(matrix.at[expert, at_inner, pl.ds(column, c.strip)], stages)
 

@@ -42,12 +42,15 @@ from pallas_kernels.gpu.packed_sums_sm90 import Packed, load_words, place_of
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
 def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedProductConfig, tiles=None) -> tuple:
-    """y [T, width] for each matrix. x [T, inner] of 16 bits; tiles: i32[config.tiles, 3] with experts, else None."""
+    """y [config.rows, width] for each matrix. x [config.x_rows, inner] of 16 bits.
+
+    tiles: i32[config.tiles, 3] with experts, else None.
+    """
     c = config
     if reasons := supports(c):
         raise NotImplementedError("; ".join(reasons))
     packed_sums.check_operands(c, x, matrices, c.experts)
-    out_type = jax.ShapeDtypeStruct((x.shape[0], c.joined_width), jnp.dtype(c.dtype))
+    out_type = jax.ShapeDtypeStruct((c.rows, c.joined_width), jnp.dtype(c.dtype))
     given = [x] if tiles is None else [x, tiles]
 
     def packed_product(*refs):  # the kernel's name in a profile
@@ -120,7 +123,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
     groups, size = cfg.inner // cfg.group, ITEM_BYTES[cfg.scale_dtype]
     width = packed_sums.width_of(cfg, strip)
     return _Strip(
-        x=arith.addi(x, arith.muli(ptx.to_i64(row), ptx.i64(2 * cfg.inner))),
+        x=x if cfg.tokens else arith.addi(x, arith.muli(ptx.to_i64(row), ptx.i64(2 * cfg.inner))),
         values=address(0, cfg.inner * BITS[cfg.format] // 8),
         scales=address(1, groups * size),
         zeros=address(2, groups) if cfg.has_zeros else None,

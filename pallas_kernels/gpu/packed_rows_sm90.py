@@ -26,7 +26,7 @@ def copy(cfg: PackedProductConfig, here, base, begin) -> None:
     """
     threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
-    count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
+    count = -(-cfg.filled_rows * pieces // threads)  # of each thread
     some = min(count, COPIES)
 
     def turn(k, carry):

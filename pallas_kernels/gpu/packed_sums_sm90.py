@@ -27,7 +27,7 @@ def check_operands(cfg, x: jax.Array, matrices: Sequence[Packed], experts: int =
     """ValueError unless the arrays have the shapes and dtypes of the config: a kernel would read beyond their ends."""
     lead, groups, is_four = (experts,) if experts else (), cfg.inner // cfg.group, BITS[cfg.format] == 4
     codes, rows = {"int8": "int8", "fp8": "uint8"}.get(cfg.format, "uint32"), cfg.inner // 8 if is_four else cfg.inner
-    wanted = [("x", x, (cfg.rows, cfg.inner), cfg.x_dtype)]
+    wanted = [("x", x, (cfg.x_rows, cfg.inner), cfg.x_dtype)]
     for width, (values, scales, zero_points, factor) in zip(cfg.widths, matrices, strict=True):
         for name, array, has in (("zero_points", zero_points, cfg.has_zeros), ("factor", factor, cfg.has_factor)):
             if (array is not None) != has:
@@ -155,7 +155,7 @@ def add_up(cfg, here: Results, base, split, wg):
     """
     threads = 128 * cfg.warpgroups * cfg.splits
     own = ptx.add(ptx.mul(ptx.add(ptx.mul(split, cfg.warpgroups), wg), 128), ptx.thread_index())
-    firsts = range(0, min(cfg.tile_rows, cfg.rows) * cfg.strip, threads)
+    firsts = range(0, cfg.filled_rows * cfg.strip, threads)
     columns = {at: _column(cfg, here, ptx.add(own, ptx.i32(at))) for at in sorted({n % cfg.strip for n in firsts})}
     wait_for_all(cfg)
     peers = [base] if cfg.splits == 1 else [of_peer(base, rank) for rank in range(cfg.splits)]

@@ -165,7 +165,7 @@ class Machine:
         if name == "bar.warp.sync":
             return
         numbers = [int(n) for n in re.findall(r"\$(\d+)", rest)]
-        writes = not name.startswith(("st", "red", "setp", "cp.async", "bar")) and not rest.startswith("t,")
+        writes = not name.startswith(("st", "red.", "setp", "cp.async", "bar")) and not rest.startswith("t,")
         count = len(re.findall(r"\$", rest.split("[")[0].split("}")[0])) if rest.startswith("{") else 1
         count = count if writes else 0
         get = lambda n: args[n - len(args_outputs)]
@@ -192,6 +192,10 @@ class Machine:
             self._stmatrix(operands[0], operands[1:])
         elif name == "red.shared.add.u32":
             np.add.at(self.memory.view(np.uint32), operands[0][mask] // 4, np.uint32(int(rest.split(",")[1])))
+        elif name.startswith(("red.shared.or", "red.shared.max")):
+            combine = np.bitwise_or if ".or." in name else np.maximum
+            place, word = (np.broadcast_to(x, mask.shape)[mask].view(np.uint32) for x in operands)
+            combine.at(self.memory.view(np.uint32), place // 4, word)
         elif name.startswith("st."):
             self.store(operands[0] + offset, operands[1:], mask)
         else:
@@ -226,6 +230,9 @@ class Machine:
         if kind[0] == "match":  # the bits of the lanes that have the same number
             alike = x[0].reshape(-1, 32, 1) == x[0].reshape(-1, 1, 32)
             return [(alike.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(-1).astype(np.uint32).reshape(-1)]
+        if kind[0] == "redux":
+            combine = {"max": np.maximum, "min": np.minimum}[kind[2]]
+            return [np.repeat(combine.reduce(x[0].view(np.uint32).reshape(-1, 32), axis=1), 32).view(np.int32)]
         if kind[0] == "vote":  # the bits of the lanes in which p holds
             bits = flags["p"].reshape(-1, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
             return [np.repeat(bits.sum(axis=1).astype(np.uint32), 32)]

@@ -107,13 +107,31 @@ def test_is_the_product_of_each_row_and_its_expert(shape):
     assert (np.abs(found - wanted) <= 2.0**-bits * np.abs(wanted) + 1e-5).all()
 
 
+@pytest.mark.skipif(not INTERPRETS, reason="the interpreter of Mosaic GPU kernels needs JAX 0.11")
+@pytest.mark.parametrize("tokens", [8, 4, 1])
+def test_every_tile_has_the_same_tokens(tokens):
+    """x is the tokens alone, without the rows that would fill a tile."""
+    from tests.kernels.gpu.interpreter import interpreted
+
+    config, x, weights, tiles, expert = case(8, 2, 2, 192, 128)
+    config, x = dataclasses.replace(config, tokens=tokens), x[:tokens]
+    with interpreted(detect_races=True):
+        found = np.asarray(kernel.expert_product(x, tuple(weights), tiles, config), np.float64)
+    for tile, (of_tile, _, _) in enumerate(np.asarray(tiles)[1 : 1 + int(tiles[0, 0])]):
+        gate, up = (np.asarray(x, np.float64) @ np.asarray(w[of_tile], np.float64) for w in weights)
+        wanted = gate / (1 + np.exp(-gate)) * up
+        error = np.abs(found[8 * tile : 8 * tile + tokens] - wanted)
+        assert (error <= 2.0**-8 * np.abs(wanted) + 1e-5).all()
+
+
 def test_refuses_with_every_reason():
     config, x, weights, tiles, _ = case(8, 2, 1, 128, 128)
     bad = dataclasses.replace(config, inner=100, width=100, dtype="float32", tile_rows=7)
     reasons = supports(bad, chip="sm_80")
     for part in ("chip sm_80", "dtype float32", "tiles of 7 rows", "inner 100", "width 100"):
         assert any(part in reason for reason in reasons)
-    for field, value in (("warpgroups", 0), ("rows", 0), ("rows", -8), ("experts", 0), ("ctas", 0), ("matrices", 0)):
+    values = dict(tokens=(9, -1), warpgroups=(0,), rows=(0, -8), experts=(0,), ctas=(0,), matrices=(0,))
+    for field, value in ((field, value) for field, some in values.items() for value in some):
         (reason,) = supports(dataclasses.replace(config, **{field: value}))
         assert reason.startswith(f"{value} ")
     wide = dataclasses.replace(config, tile_rows=192, rows=192, warpgroups=3, width=192)

@@ -89,7 +89,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
         addresses.append(memory.add(np.array(tiles, np.int32)))
     for weight in weights:
         addresses += [memory.add(np.asarray(y)) for y in weight.arrays if y is not None]
-    out = memory.add(np.full((len(x), cfg.joined_width), np.nan, np.float32))
+    out = memory.add(np.full((cfg.rows, cfg.joined_width), np.nan, np.float32))
     machine = memory.machine(128 * cfg.warpgroups * cfg.splits)
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
     whole = machine.lane // 128
@@ -116,7 +116,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
                     given = dict(strip=every(strip), tile=every(tile), split=split, wg=wg)
                     with mock.patch.object(kernel.lax, "axis_index", given.get):
                         kernel._multiply(cfg, refs, place)
-    y = machine.memory[out : out + 4 * len(x) * cfg.joined_width].view(np.float32).reshape(len(x), -1)
+    y = machine.memory[out : out + 4 * cfg.rows * cfg.joined_width].view(np.float32).reshape(cfg.rows, -1)
     return np.split(y, np.cumsum(cfg.widths)[:-1], axis=1)
 
 
@@ -164,6 +164,29 @@ def errors_of(name) -> list[float]:
 @pytest.mark.parametrize("name", CASES)
 def test_every_thread_on_the_model_of_ptx_is_the_product(name):
     assert max(errors_of(name)) < 1e-5
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("form", [("fp4", 32, "bfloat16"), ("int4", 64, "bfloat16"), ("fp8", 128, "float32")])
+def test_full_tiles_of_few_tokens(form, shared):
+    """shared: x is the tokens, which are in every tile; else it has the rows of all tiles. One tile is not used."""
+    format, group, scales = form
+    cfg = PackedProductConfig(
+        rows=24, inner=256, widths=(96, 96), format=format, group=group, scale_dtype=scales, experts=4, most_rows=5,
+        has_full_tiles=True, tokens=6 if shared else 0, along=2, splits=2,
+    )  # fmt: skip
+    assert not supports(cfg) and (cfg.tile_rows, cfg.tiles, cfg.filled_rows) == (8, 3, 5)
+    x = np.random.default_rng(5).normal(size=(cfg.x_rows, cfg.inner)).astype(ml_dtypes.bfloat16)
+    drawn_of = lambda width: [drawn(format, 256, width, group, seed=width + e, scales=scales) for e in range(4)]
+    matrices = [drawn_of(width) for width in cfg.widths]
+    tiles = [(1, 0, 5), (3, 8, 5), (0, 0, 0)]
+    found = run(cfg, x, [stacked([w for w, _ in some]) for some in matrices], tiles)
+    for y, some in zip(found, matrices, strict=True):
+        for expert, first, count in tiles:
+            given = np.float64(x[:count] if shared else x[first : first + count])
+            wanted = given @ some[expert][1]
+            np.testing.assert_allclose(y[first : first + count], wanted, rtol=0, atol=1e-5 * some[0][1].std() * 16)
+        assert np.isnan(y[16:]).all() and np.isnan(y[5:8]).all() and np.isnan(y[13:16]).all()
 
 
 MUTANTS = {
@@ -247,6 +270,10 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(dtype="int8"), "results int8: wanted floats"),
         (dict(x_dtype="float32"), "rows float32: wanted floats of 16 bits"),
         (dict(across=1, along=4, splits=8), "32 parts of 8 steps"),
+        (dict(has_full_tiles=True), "full tiles: only those of experts"),
+        (dict(tokens=2), "2 tokens of every tile: wanted full tiles"),
+        (dict(has_full_tiles=True, experts=2, rows=12, most_rows=8), "12 rows of full tiles: wanted a multiple of 8"),
+        (dict(has_full_tiles=True, experts=2, rows=16, most_rows=8, tokens=9), "9 tokens: wanted at most 8, or 0"),
         (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
     ],
 )

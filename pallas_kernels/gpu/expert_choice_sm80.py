@@ -1,0 +1,327 @@
+"""The experts of up to 8 tokens, from the logits of their router: one CTA, a warp for each token.
+
+    1  a warp ranks the experts of its token, and takes the largest top_k times; among equals the first
+    2  a bit for each expert that is one of these and that any token chose
+    3  experts with a bit have a tile each, in their order
+
+As few tokens fit in the smallest tile of a product, every tile has all of them: row t is token t, whether it chose the
+expert or not. So rows of x need no copies, and rows of others are computed beside for nothing.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.algebra.checks import Reasons
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu import control_sm80 as control
+from pallas_kernels.gpu import ptx_sm90 as ptx
+
+TILE_ROWS = 8
+WARPGROUPS = 2
+THREADS = 128 * WARPGROUPS
+MOST_EXPERTS = 512  # of which each thread has every 32nd
+SCORES = "softmax", "sigmoid"
+_LOG2E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceConfig:
+    """A launch. Hashable."""
+
+    tokens: int
+    routes: int  # experts between which the router chooses
+    top_k: int
+    experts: int  # of these, which have tiles: one device's, perhaps
+    scores: str = "softmax"  # over all logits; or "sigmoid" of each
+    has_correction: bool = False  # the largest score + correction is chosen, instead of the largest score
+    least_sum: float | None = None  # scores are divided by their sum, at least this; None: they are not
+    factor: float = 1.0
+    has_scale: bool = False  # scores are multiplied by a number of each expert
+
+    @property
+    def tiles(self) -> int:
+        """The most that can be used."""
+        return min(self.tokens * self.top_k, self.experts)
+
+    @property
+    def words(self) -> int:
+        """Of the bits of the experts."""
+        return cdiv(self.experts, 32)
+
+
+def supports(config: ChoiceConfig) -> list[str]:
+    """Every reason why the kernel cannot serve this config; an empty list if it can."""
+    c, reasons = config, Reasons()
+    reasons.refuse(not 1 <= c.tokens <= TILE_ROWS, f"{c.tokens} tokens: wanted 1 to {TILE_ROWS}")
+    reasons.refuse(not 1 <= c.routes <= MOST_EXPERTS, f"{c.routes} experts: wanted 1 to {MOST_EXPERTS}")
+    reasons.refuse(not 1 <= c.top_k <= min(32, c.routes), f"top_k {c.top_k}: wanted 1 to 32, and to {c.routes} experts")
+    reasons.refuse(not 1 <= c.experts <= c.routes, f"tiles of {c.experts} experts: wanted 1 to {c.routes}")
+    reasons.refuse(c.scores not in SCORES, f"scores {c.scores}: wanted {' or '.join(SCORES)}")
+    return reasons
+
+
+class Choice(NamedTuple):
+    """What the kernel returns."""
+
+    scores: jax.Array  # f32[tokens, top_k]
+    row: jax.Array  # i32[tokens, top_k]: the row of each choice; 8 * tiles: its expert has no tile
+    tiles: jax.Array  # i32[1 + tiles, 3]: those of expert_product_sm90.py
+    row_tiles: jax.Array  # i32[tiles, 3]: those of packed_product_sm90.py
+
+
+@functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
+def choose(
+    logits: jax.Array, correction: jax.Array | None, scale: jax.Array | None, live: jax.Array, first: jax.Array,
+    config: ChoiceConfig,
+) -> Choice:  # fmt: skip
+    """logits, correction, scale: f32[tokens, routes], f32[routes] or None.
+
+    live i32[tokens]: 0: the token's choices have no tile. first i32[1]: the first of the experts that have tiles.
+    """
+    c = config
+    if reasons := supports(c):
+        raise NotImplementedError("; ".join(reasons))
+    wanted = [("logits", logits, (c.tokens, c.routes), "float32")]
+    wanted += [("correction", correction, (c.routes,), "float32")] if c.has_correction else []
+    wanted += [("scale", scale, (c.routes,), "float32")] if c.has_scale else []
+    wanted += [("live", live, (c.tokens,), "int32"), ("first", first, (1,), "int32")]
+    for name, array, shape, dtype in wanted:
+        if (array.shape, array.dtype.name) != (shape, dtype):
+            raise ValueError(f"{name} {array.dtype.name}{list(array.shape)} must be {dtype}{list(shape)}")
+
+    def choose_experts(*refs):  # the kernel's name in a profile
+        shared = plgpu.SMEM((shared_words(c),), jnp.int32)
+        pl.run_scoped(functools.partial(_warpgroup, c, refs), shared, collective_axes="wg")
+
+    mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=WARPGROUPS, thread_name="wg")
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    of_choices, of_tiles = c.tokens * c.top_k, 3 * c.tiles
+    out = [jax.ShapeDtypeStruct((of_choices,), jnp.float32)]
+    out += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (of_choices, 3 + of_tiles, of_tiles)]
+    call = pl.kernel(choose_experts, out_type=out, mesh=mesh, compiler_params=params)
+    scores, row, tiles, row_tiles = call(*(array for _, array, _, _ in wanted))
+    shape = c.tokens, c.top_k
+    return Choice(scores.reshape(shape), row.reshape(shape), tiles.reshape(-1, 3), row_tiles.reshape(-1, 3))
+
+
+def shared_words(config: ChoiceConfig) -> int:
+    """Words for the bits of the experts, up to a multiple of 4, and the number of tokens up to the last live one."""
+    return cdiv(config.words, 4) * 4 + 4
+
+
+def _warpgroup(config: ChoiceConfig, refs, shared):
+    """One warpgroup of the CTA."""
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(refs) + 1), ptx.SCALAR))
+    def run(ctx, *args):
+        *gmem, smem, wg = args
+        thread = ptx.add(ptx.mul(ptx.scalar_value(wg), 128), ptx.thread_index())
+        _choose(config, [ptx.pointer(ref, 0) for ref in gmem], ptx.pointer(smem, 3), thread)
+
+    run(*refs, shared, lax.axis_index("wg"))
+
+
+class _Router(NamedTuple):
+    """Addresses of the operands."""
+
+    logits: object
+    correction: object  # or None
+    scale: object  # or None
+    live: object
+    first: object
+
+
+def _choose(config: ChoiceConfig, gmem, bits, thread):
+    """One thread. gmem: the addresses of the operands and the results; bits: of the shared memory."""
+    c = config
+    *given, scores, row, tiles, row_tiles = gmem
+    logits, *rest = given
+    correction = rest.pop(0) if c.has_correction else None
+    scale = rest.pop(0) if c.has_scale else None
+    router = _Router(logits, correction, scale, *rest)
+    last_live = ptx.add(bits, ptx.i32(4 * (shared_words(c) - 4)))
+    _store_shared(bits, thread, ptx.less(thread, ptx.i32(shared_words(c))), ptx.i32(0))
+    _barrier()
+    lane, token = arith.remui(thread, ptx.i32(32)), arith.divui(thread, ptx.i32(32))
+    is_token = ptx.less(token, ptx.i32(c.tokens))
+    expert, score = _experts_of_token(c, router, token, lane, is_token)
+    is_choice = arith.andi(is_token, ptx.less(lane, ptx.i32(c.top_k)))
+    number = ptx.add(ptx.mul(token, c.top_k), lane)
+    ptx.store_if(_place(scores, number), ptx.bool_to_i32(is_choice), score, kind="f32")
+    live = ptx.less(ptx.i32(0), ptx.load_word(_place(router.live, token), is_token))
+    first = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", router.first)
+    own = arith.subi(expert, first)
+    has_tile = arith.andi(arith.andi(is_choice, live), ptx.less_unsigned(own, ptx.i32(c.experts)))
+    own = arith.select(has_tile, own, ptx.i32(0))
+    word, bit = arith.divui(own, ptx.i32(32)), arith.shli(ptx.i32(1), arith.remui(own, ptx.i32(32)))
+    _combine("or", _shared_place(bits, word), has_tile, bit)
+    _combine("max", last_live, live, ptx.add(token, ptx.i32(1)))
+    _barrier()
+    words = _all_bits(c, bits)
+    used = functools.reduce(ptx.add, map(_ones, words))
+    place = ptx.add(ptx.mul(_tile_of(words, own), TILE_ROWS), token)
+    place = arith.select(has_tile, place, ptx.i32(TILE_ROWS * c.tiles))
+    ptx.store_if(_place(row, number), ptx.bool_to_i32(is_choice), place)
+    count = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", last_live)
+    is_first = ptx.equal(thread, ptx.i32(0))
+    _store_line(tiles, ptx.i32(0), is_first, [used] * 3)
+    for turn in range(cdiv(c.experts, THREADS)):
+        expert = ptx.add(thread, ptx.i32(turn * THREADS))
+        tile = _tile_of(words, expert)
+        is_used = _has_bit(words, expert)
+        _store_line(tiles, ptx.add(tile, ptx.i32(1)), is_used, [expert, tile, ptx.i32(1)])
+        _store_line(row_tiles, tile, is_used, [expert, ptx.mul(tile, TILE_ROWS), count])
+    is_empty = arith.andi(ptx.less(thread, ptx.i32(c.tiles)), arith.cmpi(arith.CmpIPredicate.sge, thread, used))
+    _store_line(tiles, ptx.add(thread, ptx.i32(1)), is_empty, [ptx.i32(0)] * 3)
+    _store_line(row_tiles, thread, is_empty, [ptx.i32(0)] * 3)
+
+
+def _experts_of_token(c: ChoiceConfig, router: _Router, token, lane, is_token) -> tuple:
+    """(the expert of choice `lane` of the warp's token, its score); undefined from top_k on."""
+    numbers = [ptx.add(lane, ptx.i32(32 * i)) for i in range(cdiv(c.routes, 32))]
+    is_expert = [arith.andi(is_token, ptx.less(number, ptx.i32(c.routes))) for number in numbers]
+    at = lambda number: ptx.add(ptx.mul(token, c.routes), number)
+    logits = [_load(router.logits, at(number), there) for number, there in zip(numbers, is_expert, strict=True)]
+    if c.scores == "softmax":
+        shift = functools.reduce(ptx.fmax, logits)
+        for distance in (16, 8, 4, 2, 1):
+            shift = ptx.fmax(shift, ptx.shuffle_xor(shift, distance))
+        power = lambda logit: _exponential(arith.subf(logit, shift))
+        total = _sum_over_warp(functools.reduce(arith.addf, map(power, logits)))
+        score_of = lambda logit: ptx.divide(power(logit), total)
+    else:
+        one = ptx.f32(1.0)
+        score_of = lambda logit: ptx.divide(one, arith.addf(one, _exponential(arith.subf(ptx.f32(0.0), logit))))
+    ranks = logits  # scores have the same order
+    if c.has_correction:
+        terms = [_load(router.correction, number, there) for number, there in zip(numbers, is_expert, strict=True)]
+        ranks = [arith.addf(score_of(logit), term) for logit, term in zip(logits, terms, strict=True)]
+    keys = [arith.select(there, _ordered(x), ptx.i32(0)) for x, there in zip(ranks, is_expert, strict=True)]
+    own = _largest(c.top_k, keys, numbers, lane)
+    is_choice = arith.andi(is_token, ptx.less(lane, ptx.i32(c.top_k)))
+    score = score_of(_load(router.logits, at(own), is_choice))
+    if c.least_sum is not None:
+        total = _sum_over_warp(arith.select(is_choice, score, ptx.f32(0.0)))
+        score = ptx.divide(score, _greater_of(total, c.least_sum))
+    if c.factor != 1.0:
+        score = arith.mulf(score, ptx.f32(c.factor))
+    if c.has_scale:
+        score = arith.mulf(score, _load(router.scale, own, is_choice))
+    return own, score
+
+
+def _largest(count: int, keys: list, numbers: list, lane):
+    """The number of the largest key of the warp in lane 0, of the next in lane 1, and so on; among equals the least."""
+
+    def turn(i, carry):
+        keys, own = carry
+        largest = _over_warp("max", functools.reduce(arith.maxui, keys))
+        none = ptx.i32(32 * len(keys))
+        of_lane = [arith.select(ptx.equal(k, largest), n, none) for k, n in zip(keys, numbers, strict=True)]
+        found = _over_warp("min", functools.reduce(arith.minui, of_lane))
+        keys = [arith.select(ptx.equal(n, found), ptx.i32(0), k) for k, n in zip(keys, numbers, strict=True)]
+        return keys, arith.select(ptx.equal(lane, i), found, own)
+
+    return control.loop(ptx.i32(count), (keys, ptx.i32(0)), turn)[1]
+
+
+def _ordered(x):
+    """i32 whose order, as a number without a sign, is that of the floats; more than 0 but for one NaN."""
+    bits = ptx.asm_value("mov.b32 $0, $1;", "=r,f", x, pure=True)
+    return arith.xori(bits, arith.ori(arith.shrsi(bits, ptx.i32(31)), ptx.i32(-(2**31))))
+
+
+def _exponential(x):
+    return ptx.exp2(arith.mulf(x, ptx.f32(_LOG2E)))
+
+
+def _greater_of(x, least: float):
+    """The larger of both; a NaN stays one."""
+    return ptx.asm_value("max.NaN.f32 $0, $1, $2;", "=f,f,f", x, ptx.f32(least), pure=True)
+
+
+def _sum_over_warp(x):
+    for distance in (16, 8, 4, 2, 1):
+        x = arith.addf(x, ptx.shuffle_xor(x, distance))
+    return x
+
+
+def _over_warp(operation: str, word):
+    """The largest or the least word of the warp, as numbers without a sign."""
+    return ptx.asm_value(f"redux.sync.{operation}.u32 $0, $1, -1;", "=r,r", word)
+
+
+def _load(base, number, condition):
+    """f32 `number` of an array in GMEM; -inf without the condition."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.nc.f32 $0, [$1]; }"
+    return ptx.asm_value(text, "=&f,l,r", _place(base, number), ptx.bool_to_i32(condition), pure=True)
+
+
+def _all_bits(c: ChoiceConfig, bits) -> list:
+    """The words with a bit for each expert."""
+    text, words = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];", []
+    for i in range(0, c.words, 4):
+        words += ptx.asm_values(text.format(4 * i), "=r,=r,=r,=r,r", 4, bits)
+    return words[: c.words]
+
+
+def _tile_of(words: list, expert):
+    """The number of bits before that of the expert."""
+    word, below = arith.divui(expert, ptx.i32(32)), arith.remui(expert, ptx.i32(32))
+    lower, tile = arith.subi(arith.shli(ptx.i32(1), below), ptx.i32(1)), ptx.i32(0)
+    for i, bits in enumerate(words):
+        of_word = arith.select(ptx.equal(word, ptx.i32(i)), lower, ptx.i32(0))
+        mask = arith.select(ptx.less(ptx.i32(i), word), ptx.i32(-1), of_word)
+        tile = ptx.add(tile, _ones(arith.andi(bits, mask)))
+    return tile
+
+
+def _has_bit(words: list, expert):
+    word, place = arith.divui(expert, ptx.i32(32)), arith.remui(expert, ptx.i32(32))
+    own = ptx.i32(0)
+    for i, bits in enumerate(words):
+        own = arith.select(ptx.equal(word, ptx.i32(i)), bits, own)
+    return ptx.equal(arith.andi(arith.shrui(own, place), ptx.i32(1)), ptx.i32(1))
+
+
+def _ones(word):
+    return ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
+
+
+def _combine(operation: str, place, condition, word):
+    """Combines a word of shared memory with another, if the condition holds."""
+    kind = {"or": "b32", "max": "u32"}[operation]
+    text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p red.shared.{operation}.{kind} [$0], $2; }}"
+    ptx.asm(text, "r,r,r", place, ptx.bool_to_i32(condition), word)
+
+
+def _store_line(ref, line, condition, words):
+    """Three words of GMEM, if the condition holds."""
+    for i, word in enumerate(words):
+        ptx.store_if(_place(ref, ptx.add(ptx.mul(line, 3), ptx.i32(i))), ptx.bool_to_i32(condition), word)
+
+
+def _store_shared(ref, number, condition, word):
+    ptx.store_if(_shared_place(ref, number), ptx.bool_to_i32(condition), word, space="shared")
+
+
+def _place(ref, number):
+    """The address of a word in GMEM."""
+    return arith.addi(ref, ptx.to_i64(ptx.mul(number, 4)))
+
+
+def _shared_place(ref, number):
+    return ptx.add(ref, ptx.mul(number, 4))
+
+
+def _barrier():
+    ptx.asm("bar.sync 0;", "")

@@ -1,0 +1,198 @@
+"""Mixtures of up to 8 tokens on a Hopper GPU, their launches replaced by formulas, beside the same mixtures here."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jattn.device import Chip
+from jattn.models import MLP, MoE, few_tokens
+from jattn.ops import expert_few
+from jattn.ops.quantised import QuantisedArray
+from pallas_kernels.gpu.expert_choice_sm80 import Choice
+from tests.kernels.gpu.test_expert_choice import by_threads
+from tests.ops.test_experts import of_16_bits, stacked
+
+TOKENS, HIDDEN, WIDTH, EXPERTS = 5, 64, 128, 6
+
+
+def draw(*shape: int, dtype="bfloat16", size=1.0) -> jax.Array:
+    return jnp.asarray(size * np.random.default_rng(shape).standard_normal(shape), dtype)
+
+
+def on_hopper(monkeypatch) -> list:
+    """A Hopper GPU is found, and each launch replaced; the list of the configs of products. Rows of x that no live
+    token has are NaN in results, and so are tiles that are not used."""
+    for module in (few_tokens, expert_few):
+        monkeypatch.setattr(module.device, "detect", lambda: Chip("gpu", "sm_90"))
+        monkeypatch.setattr(module.device, "processors", lambda: 132)
+    seen = []
+
+    def choose(*given_and_config):
+        *given, config = given_and_config
+        shapes = (config.tokens, config.top_k), (config.tokens, config.top_k), (1 + config.tiles, 3), (config.tiles, 3)
+        kinds = jnp.float32, jnp.int32, jnp.int32, jnp.int32
+        out = Choice(*map(jax.ShapeDtypeStruct, shapes, kinds))
+        run = lambda *given: by_threads(config, *(x if x is None else np.asarray(x) for x in given))
+        return jax.pure_callback(run, out, *given)
+
+    def product(x, matrices, expert, is_used, config):
+        seen.append(config)
+        rows = jnp.pad(x, ((0, 8 - len(x)), (0, 0)))[None] if config.tokens else x.reshape(-1, 8, x.shape[1])
+        rows = jnp.broadcast_to(rows, (len(expert), *rows.shape[1:])).astype(jnp.float32)
+        each = [jnp.einsum("tni,tio->tno", rows, matrix.astype(jnp.float32)[expert]) for matrix in matrices]
+        keep = lambda y: jnp.where(is_used, y, jnp.nan).reshape(-1, y.shape[2]).astype(x.dtype)
+        return [keep(y) for y in each]
+
+    def plain(x, matrices, tiles, config):
+        is_used = (jnp.arange(config.tiles) < tiles[0, 0])[:, None, None]
+        results = product(x, matrices, tiles[1:, 0], is_used, config)
+        return jax.nn.silu(results[0]) * results[1] if len(results) == 2 else results[0]
+
+    def packed(x, matrices, config, tiles):
+        form = dict(format=config.format, dtype=np.dtype(jnp.bfloat16))
+        weights = [QuantisedArray(values=v, scales=s, zero_points=z, factor=f, **form) for v, s, z, f in matrices]
+        assert tiles.shape == (config.tiles, 3)
+        is_used = jnp.arange(8)[None, :, None] < tiles[:, 2][:, None, None]
+        return tuple(product(x, [w.dequantise(jnp.float32) for w in weights], tiles[:, 0], is_used, config))
+
+    monkeypatch.setattr(expert_few, "expert_choice_sm80", types.SimpleNamespace(choose=choose))
+    monkeypatch.setattr(expert_few, "expert_product_sm90", types.SimpleNamespace(expert_product=plain))
+    monkeypatch.setattr(expert_few, "packed_product_sm90", types.SimpleNamespace(packed_product=packed))
+    return seen
+
+
+OPTIONS = {
+    "Qwen3": dict(scores="softmax_over_all", normalised=True),
+    "Mixtral": dict(),
+    "Qwen2": dict(scores="softmax_over_all", shared=MLP(width=64), shared_gate=True),
+    "gpt-oss": dict(bias=True, router_bias=True, clamp=(1.7, 7.0)),
+    "GLM 4": dict(scores="sigmoid", correction=True, normalised=True, factor=2.5, float32_router=True),
+    "Ernie": dict(correction=True, least_sum=1e-12),
+    "Gemma": dict(scores="softmax_over_all", normalised=True, activation="gelu", expert_scale=True),
+}
+FORMS = {"bfloat16": None, "int4": ("int4", 32), "fp8": ("fp8", 64)}
+
+
+def mixture(name: str, form: str = "bfloat16") -> tuple[MoE, dict]:
+    moe = MoE(num_experts=EXPERTS, top_k=2, width=WIDTH, **OPTIONS[name])
+    router = dict(kernel=draw(HIDDEN, EXPERTS, size=HIDDEN**-0.5))
+    router |= {k: draw(EXPERTS, dtype="float32") for k in ("bias",) if moe.router_bias}
+    router |= {"correction": draw(EXPERTS, dtype="float32")} if moe.correction else {}
+    router |= {"expert_scale": draw(EXPERTS, dtype="float32")} if moe.expert_scale else {}
+    weights: dict = dict(router=router)
+    for name, matrix in zip(("gate", "up", "down"), of_16_bits(EXPERTS, HIDDEN, WIDTH), strict=True):
+        if FORMS[form] is not None:
+            inner, width = matrix.shape[1:]
+            kind, group = FORMS[form]
+            matrix, _ = stacked(kind, inner, width, group, count=EXPERTS)
+        weights[name] = dict(kernel=matrix) | ({"bias": draw(EXPERTS, matrix.shape[2])} if moe.bias else {})
+    if moe.shared is not None:
+        widths = dict(gate=(HIDDEN, 64), up=(HIDDEN, 64), down=(64, HIDDEN))
+        weights["shared"] = {k: dict(kernel=draw(*shape, size=shape[0] ** -0.5)) for k, shape in widths.items()}
+        weights["shared_gate"] = dict(kernel=draw(HIDDEN, 1))
+    return moe, weights
+
+
+def close(found, wanted):
+    found, wanted = (np.asarray(x, np.float64) for x in (found, wanted))
+    assert found.shape == wanted.shape and np.isfinite(wanted).all() and np.abs(wanted).max() > 0
+    assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_is_the_mixture(monkeypatch, name, form):
+    """Some tokens are padding: their results are zeros, or those of the shared expert."""
+    (moe, weights), x = mixture(name, form), draw(TOKENS, HIDDEN)
+    is_live = jnp.array([True, False, True, True, False])
+    run = lambda: jax.jit(lambda weights, x: moe(weights, x, is_live=is_live))(weights, x)
+    wanted, seen = run(), on_hopper(monkeypatch)
+    close(run(), wanted)
+    is_packed = form != "bfloat16"
+    matrices = [len(c.widths) if is_packed else c.matrices for c in seen]
+    assert matrices == ([2, 1] if is_packed or moe.is_plain_silu else [1, 1, 1])
+    assert [c.tokens for c in seen] == [TOKENS] * (len(seen) - 1) + [0]
+
+
+def test_ranges_of_experts_add_up(monkeypatch):
+    """As on the devices of a mesh, also with a first expert that is computed."""
+    (moe, weights), x = mixture("gpt-oss"), draw(TOKENS, HIDDEN)
+    wanted, seen, parts = moe(weights, x), on_hopper(monkeypatch), 0
+    run = jax.jit(moe.routed, static_argnums=3)
+    for first, count in ((0, 1), (1, 3), (4, 2)):
+        own = {name: {k: w[first : first + count] for k, w in weights[name].items()} for name in ("gate", "up", "down")}
+        parts += np.asarray(run(weights | own, x, jnp.int32(first), count), np.float64)
+    assert len(seen) == 9
+    close(parts, wanted)
+
+
+def test_no_live_token_gives_zeros(monkeypatch):
+    (moe, weights), x = mixture("Mixtral"), draw(TOKENS, HIDDEN)
+    on_hopper(monkeypatch)
+    assert not np.asarray(moe(weights, x, is_live=jnp.zeros(TOKENS, bool)), np.float64).any()
+
+
+def test_a_batch_of_mixtures_and_what_the_router_reads(monkeypatch):
+    (moe, weights), xs, by = mixture("Qwen3"), draw(3, TOKENS, HIDDEN), draw(TOKENS, HIDDEN, size=2.0)
+    run = lambda: jax.vmap(lambda x: moe(weights, x, routed_by=by))(xs)
+    wanted, seen = run(), on_hopper(monkeypatch)
+    close(run(), wanted)
+    assert seen
+
+
+def test_derivatives_are_those_of_rows_brought_together(monkeypatch):
+    (moe, weights), x = mixture("Mixtral"), draw(TOKENS, HIDDEN)
+    loss = lambda weights, x: (moe(weights, x).astype(jnp.float32) ** 2).sum()
+    run = lambda: jax.grad(loss, (0, 1))(weights, x)
+    wanted, plain = run(), few_tokens.FewTokens.of
+    seen = on_hopper(monkeypatch)
+
+    def of(*args):
+        """The general way goes on as on this machine."""
+        found = plain(*args)
+        monkeypatch.setattr(few_tokens.device, "detect", lambda: Chip("cpu"))
+        return found
+
+    monkeypatch.setattr(few_tokens.FewTokens, "of", of)
+    for found, one in zip(jax.tree.leaves(run()), jax.tree.leaves(wanted), strict=True):
+        assert np.abs(np.float32(found) - np.float32(one)).max() <= 0.05 * np.abs(np.float32(one)).max()
+    assert seen
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(scores="sigmoid_of_input"), dict(identity_experts=1), dict(groups=2), dict(scores="sparsemixer"),
+        dict(num_experts=600), dict(width=100),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_mixtures_have_no_such_launches(monkeypatch, change):
+    on_hopper(monkeypatch)
+    moe = MoE(**dict(num_experts=EXPERTS, top_k=2, width=WIDTH) | change)
+    shapes = moe.weight_specs(HIDDEN)
+    weights = {
+        k: dict(kernel=jax.ShapeDtypeStruct(shapes[k]["kernel"].shape, jnp.bfloat16)) for k in ("gate", "up", "down")
+    }
+    x = jax.ShapeDtypeStruct((TOKENS, HIDDEN), jnp.bfloat16)
+    assert few_tokens.FewTokens.of(moe, weights, x, moe.num_experts) is None
+
+
+def test_where_there_are_such_launches(monkeypatch):
+    moe, weights = mixture("Mixtral")
+    plan = lambda weights, x: few_tokens.FewTokens.of(moe, weights, x, EXPERTS)
+    of = lambda tokens, dtype="bfloat16": plan(weights, draw(tokens, HIDDEN, dtype=dtype))
+    assert of(8) is None
+    on_hopper(monkeypatch)
+    assert of(1) is not None and of(8) is not None and of(9) is None and of(0) is None
+    assert of(8, "float32") is None and of(8, "float16") is None
+    for name, down in (("gate", False), ("down", True)):  # one of them quantised
+        mixed = weights | {name: mixture("Mixtral", "int4")[1][name]}
+        found = plan(mixed, draw(4, HIDDEN))
+        assert found is not None and len(found.gate_up) == (1 if down else 2)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert of(4) is None
