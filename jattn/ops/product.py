@@ -147,9 +147,14 @@ def _parts_of_inner(x: jax.Array, matrix: jax.Array) -> int:
 
 
 def _dot_in_parts(x: jax.Array, matrix: jax.Array, parts: int) -> jax.Array:
-    """f32 x @ matrix. The parts of the inner dimension are a batch, whose sums are added up."""
-    x, matrix = x.reshape(x.shape[0], parts, -1), matrix.reshape(parts, -1, matrix.shape[1])
-    return jnp.einsum("tpi,pio->pto", x, matrix, preferred_element_type=jnp.float32).sum(axis=0)
+    """f32 x @ matrix. The parts of the inner dimension are a batch, whose sums are added up.
+
+    A single row is duplicated: XLA:GPU multiplies a batch of vectors by a reduction, 26 us for 2880 x 32 on an H200.
+    """
+    rows = jnp.concatenate([x, x]) if x.shape[0] == 1 else x
+    rows, matrix = rows.reshape(rows.shape[0], parts, -1), matrix.reshape(parts, -1, matrix.shape[1])
+    y = jnp.einsum("tpi,pio->pto", rows, matrix, preferred_element_type=jnp.float32).sum(axis=0)
+    return y[: x.shape[0]]
 
 
 NATIVE_MAX_ROWS, NATIVE_MAX_ROWS_WITH_AMX = 1024, 32
