@@ -139,8 +139,8 @@ def _parts_of_inner(x: jax.Array, matrix: jax.Array) -> int:
     (rows, inner), width = x.shape, matrix.shape[1]
     if device.detect().platform != "gpu" or is_partitioned() or rows > FEW_ROWS or x.dtype.itemsize != 2:
         return 1
-    wanted = next((parts for widest, parts in SPLITS if width <= widest), 1)
-    if wanted == 1 or inner % (8 * wanted) == 0:
+    wanted = next((parts for widest, parts in SPLITS if 0 < width <= widest), 1)
+    if wanted == 1 or not rows or inner % (8 * wanted) == 0:
         return 1
     able = [parts for parts in range(wanted // 2, 2 * wanted + 1) if inner % (16 * parts) == 0]
     return min(able, key=lambda parts: max(parts / wanted, wanted / parts), default=1)
