@@ -31,6 +31,7 @@ def only(monkeypatch, name: str) -> None:
     if not BY_NAME[name].supports("cpu", draw(0, (1, 1)), (draw(0, (1, 1)),), jnp.dtype("float32")):
         pytest.skip(f"{name} is not available here")
     monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME[name],))
+    monkeypatch.setattr(product_ops, "NATIVE_MAX_ROWS_WITH_AMX", product_ops.NATIVE_MAX_ROWS)
 
 
 PARTS = {  # rows, inner, width: parts of the inner dimension on a GPU
