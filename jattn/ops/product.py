@@ -136,6 +136,9 @@ def _parts_of_inner(x: jax.Array, matrix: jax.Array) -> int:
     step: 28 us for 10944 x 2048 on an H200 (the down of DeepSeek V2 Lite, 2026-11-29), as long as the product took.
     Other numbers of parts need no padding.
     """
+    is_cut = any(axis is not None for array in (x, matrix) for axis in jax.typeof(array).sharding.spec)  # Explicit axes
+    if x.ndim != 2 or is_cut:
+        return 1
     (rows, inner), width = x.shape, matrix.shape[1]
     if device.detect().platform != "gpu" or is_partitioned() or rows > FEW_ROWS or x.dtype.itemsize != 2:
         return 1
