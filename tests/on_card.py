@@ -72,6 +72,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=100, help="then it ends")
     args = parser.parse_args(argv)
+    if not any(args.only in label for label in problems()):
+        parser.error(f"--only: no label has {args.only!r}; there are {', '.join(problems())}")
     begin, counts = time.time(), {"ok": 0, "refused": 0, "wrong": 0}
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     asked = [(label, name) for name in args.backends.split(",") for label in problems() if args.only in label]

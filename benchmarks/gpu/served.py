@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import records
+from benchmarks import names, records
 from benchmarks.gpu.packed_product import draw
 from benchmarks.gpu.programs import Program, build, kernels
-from jattn import models
+from jattn import device, models
 from jattn.engine.batch import empty_batch, meta_of, packed_batch
 from jattn.engine.dispatch import Model
 from jattn.engine.scheduler import Limits
@@ -228,13 +228,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of all programs")
     records.add_options(parser)
     args = parser.parse_args(argv)
-    wanted = [text.strip() for text in args.only.split(",") if text.strip()]
+    every = [*CASES, *(f"{case} {batch}" for case in CASES for batch in BATCHES)]
+    wanted = names.known(parser, "--only", args.only, every, "case")
+    if args.kernels < 0:
+        parser.error(f"--kernels: {args.kernels} is less than 0")
+    if device.detect().platform != "gpu" and not args.list:
+        parser.error(f"it needs a GPU; this process runs on {device.detect().platform}")
     is_wanted = lambda case, batch: not wanted or case in wanted or f"{case} {batch}" in wanted
     chosen = {case: [batch for batch in BATCHES if is_wanted(case, batch)] for case in CASES}
     rows = []
     for name, batches in chosen.items():
         if args.list:
-            print(*(f"{name} {batch}" for batch in batches), sep="\n")
+            print(*(f"{name} {batch}\n" for batch in batches), sep="", end="")
         elif batches:
             rows += of_case(CASES[name], batches, args.kernels)
             records.write(rows[-len(batches) :], "served", records.folder_of(args))

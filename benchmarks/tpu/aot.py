@@ -14,6 +14,8 @@ import os
 import sys
 import time
 
+from benchmarks import names
+
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 CAP = dict(logits_soft_cap=30.0)
 
@@ -267,12 +269,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="names of shapes, separated by commas")
     parser.add_argument("--chips", default=",".join(TOPOLOGIES))
     args = parser.parse_args(argv)
+    wanted = names.known(parser, "--only", args.only, [shape.name for shape in SHAPES], "shape")
+    chips = names.known(parser, "--chips", args.chips, TOPOLOGIES, "chip")
     os.environ.update(environment())
     failed = 0
     for shape in SHAPES:
-        if args.only and shape.name not in args.only.split(","):
+        if wanted and shape.name not in wanted:
             continue
-        for chip in args.chips.split(","):
+        for chip in chips or TOPOLOGIES:
             row = compile_one(shape, chip)
             failed += not row["ok"]
             print(json.dumps(row), flush=True)

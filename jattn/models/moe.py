@@ -263,13 +263,15 @@ def _sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array
 
     An expert is near the best one if (best - logit) / max(|logit|, best) <= 2 * jitter; the others count as -inf.
     """
-    chosen, scores, left = [], [], logits
+    chosen, scores, is_left = [], [], jnp.ones_like(logits, bool)
     for _ in range(2):
+        left = jnp.where(is_left, logits, -jnp.inf)
         best = left.max(axis=-1, keepdims=True)
         far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter
         share = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
-        at = left.argmax(axis=-1)[:, None]
+        finite = jnp.maximum(logits, jnp.finfo(logits.dtype).min)  # so that no expert is chosen twice
+        at = jnp.where(is_left, finite, -jnp.inf).argmax(axis=-1)[:, None]
         chosen.append(at)
         scores.append(jnp.take_along_axis(share, at, axis=-1))
-        left = jnp.where(jnp.arange(logits.shape[-1])[None, :] == at, -jnp.inf, left)
+        is_left = is_left & (jnp.arange(logits.shape[-1])[None, :] != at)
     return jnp.concatenate(chosen, axis=-1), jnp.concatenate(scores, axis=-1)

@@ -136,11 +136,14 @@ def _parts_of_inner(x: jax.Array, matrix: jax.Array) -> int:
     step: 28 us for 10944 x 2048 on an H200 (the down of DeepSeek V2 Lite, 2026-11-29), as long as the product took.
     Other numbers of parts need no padding.
     """
+    is_cut = any(axis is not None for array in (x, matrix) for axis in jax.typeof(array).sharding.spec)  # Explicit axes
+    if x.ndim != 2 or is_cut:
+        return 1
     (rows, inner), width = x.shape, matrix.shape[1]
     if device.detect().platform != "gpu" or is_partitioned() or rows > FEW_ROWS or x.dtype.itemsize != 2:
         return 1
-    wanted = next((parts for widest, parts in SPLITS if width <= widest), 1)
-    if wanted == 1 or inner % (8 * wanted) == 0:
+    wanted = next((parts for widest, parts in SPLITS if 0 < width <= widest), 1)
+    if wanted == 1 or not rows or inner % (8 * wanted) == 0:
         return 1
     able = [parts for parts in range(wanted // 2, 2 * wanted + 1) if inner % (16 * parts) == 0]
     return min(able, key=lambda parts: max(parts / wanted, wanted / parts), default=1)

@@ -10,7 +10,7 @@ same of bfloat16 alone, computed by XLA without a cache. Mixtures choose other e
 weights may amplify the rounding.
 
 Exit code 1 if a median is above LIMIT and more than MOST_TIMES that of bfloat16 alone, 2 if the time is over before the
-end.
+end or an argument is wrong.
 
 Programs are lowered by processes without the GPU, compiled by threads of this one without autotuning, and each model
 runs when its own are ready. On a machine without a GPU an engine compiles its programs itself: for trying the tool.
@@ -34,7 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
+from benchmarks import names as name_lists
 from benchmarks.gpu import lowering, served
+from benchmarks.gpu.packed_product import FORMS
 from jattn import device, models
 from jattn.engine import admission, construction, sizing
 from jattn.engine.batch import empty_batch, packed_batch
@@ -86,9 +88,26 @@ QUANTISED = (  # with forms of benchmarks.gpu.packed_product
 
 
 def names() -> list[str]:
-    """All models, decoders only."""
+    """All models."""
+    return [*_decoders(), *QUANTISED]
+
+
+def _decoders() -> list[str]:
     published = [name for name in test_hub_configs.PUBLISHED if not _full_config(name).is_encoder]
-    return [*FURTHER, *(name for name in published if _full_config(name).encoder is None), *QUANTISED]
+    return [*FURTHER, *(name for name in published if _full_config(name).encoder is None)]
+
+
+def chosen(parser: argparse.ArgumentParser, text: str) -> list[str]:
+    """The models of --only, all that there are if it is empty; those that cannot be are errors."""
+    if not (labels := name_lists.listed(parser, "--only", text)):
+        return names()
+    for label in labels:
+        name, _, form = label.partition(" ")
+        if name not in (decoders := _decoders()):
+            parser.error(f"--only: no model {name}; there are {', '.join(decoders)}")
+        if form and form not in FORMS:
+            parser.error(f"--only: no form {form} of {name}; there are {', '.join(FORMS)}")
+    return labels
 
 
 @functools.cache
@@ -349,17 +368,29 @@ def compiled(made: dict[str, bytes]) -> dict[str, Any]:
 def run_lowered(labels: list[str], processes: int, seconds: float) -> tuple[int, int]:
     """(models that are wrong, models left out). Each runs as soon as its programs are compiled."""
     begin, compiler, card = time.time(), lowering.Compiler(processes, 16), Card.here()
-    waiting = {label: compiler.compile(compiler.lower(lower, label, card), compiled) for label in labels}
     wrong = 0
-    while waiting and time.time() - begin < seconds:
-        ready = next((label for label, job in waiting.items() if job.done()), None)
-        if ready is None:
-            time.sleep(0.1)
-            continue
-        wrong += not _report_job(ready, waiting.pop(ready))
-        gc.collect()
-    compiler.close()
+    try:
+        waiting = {label: compiler.compile(compiler.lower(lower, label, card), compiled) for label in labels}
+        while waiting and time.time() - begin < seconds:
+            ready = next((label for label, job in waiting.items() if job.done()), None)
+            if ready is None:
+                time.sleep(0.1)
+                continue
+            wrong += not _report_job(ready, waiting.pop(ready))
+            gc.collect()
+    finally:  # when interrupted, too: Python would wait for all programs before it ends
+        compiler.close()
     return wrong, len(waiting)
+
+
+def run_here(labels: list[str], seconds: float) -> tuple[int, int]:
+    """The same without a GPU: an engine compiles its programs itself."""
+    begin, wrong = time.time(), 0
+    for number, label in enumerate(labels):
+        if not time.time() - begin < seconds:
+            return wrong, len(labels) - number
+        wrong += not report(label, None)
+    return wrong, 0
 
 
 def _report_job(label: str, job: Future) -> bool:
@@ -375,11 +406,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=12, help="that lower programs (default: 12)")
     parser.add_argument("--seconds", type=float, default=300, help="no model is begun afterwards (default: 300)")
     args = parser.parse_args(argv)
-    labels = [label.strip() for label in args.only.split(",") if label.strip()] or names()
+    if args.processes < 1:
+        parser.error(f"--processes: {args.processes} is less than 1")
+    labels = chosen(parser, args.only)
     if jax.default_backend() == "gpu":
         wrong, left_out = run_lowered(labels, args.processes, args.seconds)
     else:
-        wrong, left_out = sum(not report(label, None) for label in labels), 0
+        wrong, left_out = run_here(labels, args.seconds)
     print(f"{len(labels)} models, {wrong} wrong, {left_out} left out", flush=True)
     sys.stdout.flush()
     os._exit(1 if wrong else 2 if left_out else 0)  # without waiting for what still compiles

@@ -115,6 +115,14 @@ def test_a_token_of_nans_spoils_no_other():
     np.testing.assert_allclose(np.delete(spoiled, 4, 0), np.delete(run(weights, x.astype(np.float32)), 4, 0), atol=1e-5)
 
 
+def test_sparsemixer_chooses_an_expert_once_even_by_infinite_logits():
+    """`most_rows` says so to kernels, whose tiles would otherwise not be enough for the rows of other tokens."""
+    inf, nan = np.inf, np.nan
+    logits = [[inf, -inf, -inf], [-inf] * 3, [nan] * 3, [nan, -inf, -inf], [3.0, -inf, -inf], [-inf, 3.0, 2.0]]
+    chosen = np.asarray(moe_module._sparsemixer(jnp.array(logits, jnp.float32), 0.01)[0])
+    assert (chosen[:, 0] != chosen[:, 1]).all() and chosen[-1].tolist() == [1, 2]
+
+
 @pytest.mark.parametrize("options", [dict(), dict(identity_experts=2, scores="sigmoid"), dict(bias=True)], ids=str)
 def test_no_tokens_give_no_rows(options):
     layer = MoE(**SIZES, top_k=2, **options)

@@ -31,6 +31,7 @@ def only(monkeypatch, name: str) -> None:
     if not BY_NAME[name].supports("cpu", draw(0, (1, 1)), (draw(0, (1, 1)),), jnp.dtype("float32")):
         pytest.skip(f"{name} is not available here")
     monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME[name],))
+    monkeypatch.setattr(product_ops, "NATIVE_MAX_ROWS_WITH_AMX", product_ops.NATIVE_MAX_ROWS)
 
 
 PARTS = {  # rows, inner, width: parts of the inner dimension on a GPU
@@ -43,6 +44,8 @@ PARTS = {  # rows, inner, width: parts of the inner dimension on a GPU
     (4, 4096, 64): 1,  # a power of two of parts needs no padding
     (4, 2888, 32): 1,  # no other parts either
     (4, 60, 2056): 1,  # columns for all processors, and inputs that 8 does not divide
+    (0, 10944, 2048): 1,  # no rows
+    (4, 10944, 0): 1,  # no columns
 }
 
 
@@ -55,7 +58,26 @@ def test_few_columns_on_a_gpu_have_parts_that_xla_need_not_pad(shape, monkeypatc
     traced, parts = str(jax.make_jaxpr(product)(x, kernel)), PARTS[shape]
     assert (f"bf16[{parts},{inner // parts},{width}]" in traced) == (parts > 1)
     wanted = wide(x) @ wide(kernel)
-    assert np.abs(wide(product(x, kernel)) - wanted).max() < 1e-5 * inner**0.5
+    assert np.abs(wide(product(x, kernel)) - wanted).max(initial=0) < 1e-5 * inner**0.5
+
+
+def test_operands_divided_over_an_explicit_mesh_that_is_not_set_have_no_parts(monkeypatch):
+    """JAX refuses to divide an axis of Explicit sharding further. `is_partitioned` knows of meshes that are set."""
+    monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_90"))
+    monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME["dot"],))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    place = lambda array, *axes: jax.device_put(array, jax.NamedSharding(mesh, PartitionSpec(*axes)))
+    x, kernel = draw(0, (4, 2736), "bfloat16"), draw(1, (2736, 64), "bfloat16")
+    found = jax.jit(product)(place(x), place(kernel, "x", None))
+    assert np.abs(wide(found) - wide(x) @ wide(kernel)).max() < 1e-3
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize("shape", [(2736,), (2, 3, 2736)], ids=str)
+def test_rows_may_have_other_axes(shape, platform, monkeypatch):
+    monkeypatch.setattr(product_ops.device, "detect", lambda: Chip(platform))
+    x, kernel = draw(0, shape, "bfloat16"), draw(1, (2736, 64), "bfloat16")
+    np.testing.assert_allclose(product(x, kernel), wide(x) @ wide(kernel), atol=1e-3)
 
 
 @pytest.mark.parametrize("name", BY_NAME)

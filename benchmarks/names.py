@@ -1,0 +1,23 @@
+"""Lists of names on command lines, such as --only a,b. A name that is not known is an error, not an empty run."""
+
+import argparse
+from collections.abc import Iterable
+
+
+def listed(parser: argparse.ArgumentParser, option: str, text: str) -> list[str]:
+    """The names in `text`, separated by commas, each once; none if the text is empty.
+
+    Spaces around a name do not count, and several within one count as one.
+    """
+    found = [name for part in text.split(",") if (name := " ".join(part.split()))]
+    if text and not found:
+        parser.error(f"{option}: {text!r} has no name")
+    return list(dict.fromkeys(found))
+
+
+def known(parser: argparse.ArgumentParser, option: str, text: str, names: Iterable[str], what: str) -> list[str]:
+    """`listed`, all of which are in `names`. what: a word for one, for the error."""
+    found, names = listed(parser, option, text), list(names)
+    if unknown := [name for name in found if name not in names]:
+        parser.error(f"{option}: no {what} {', '.join(unknown)}; there are {', '.join(names)}")
+    return found
