@@ -124,6 +124,10 @@ def _dots(x: jax.Array, kernels: Kernels, transposed: bool, dtype: Any) -> Array
 
 
 FEW_ROWS = 64
+FEW_COLUMNS = 8  # fewer, as those of a gate, are left to XLA, which computes them by a reduction
+UNDIVIDED, SHORT = 2**18, 1024
+"""XLA:GPU does not divide the inner dimension of a product with fewer multiplications than UNDIVIDED: it leaves 4096 x 8,
+the router of Mixtral, to one processor, 12.7 us for a row on an H200 (2026-11-29). Up to SHORT inputs are little work."""
 SPLITS = ((1024, 32), (2048, 16))
 """(widest matrix, parts) into which XLA:GPU may divide the inner dimension of few rows, so that all processors have
 work."""
@@ -142,8 +146,9 @@ def _parts_of_inner(x: jax.Array, matrix: jax.Array) -> int:
     (rows, inner), width = x.shape, matrix.shape[1]
     if device.detect().platform != "gpu" or is_partitioned() or rows > FEW_ROWS or x.dtype.itemsize != 2:
         return 1
-    wanted = next((parts for widest, parts in SPLITS if 0 < width <= widest), 1)
-    if wanted == 1 or not rows or inner % (8 * wanted) == 0:
+    wanted = next((parts for widest, parts in SPLITS if FEW_COLUMNS <= width <= widest), 1)
+    is_divided = max(rows, 2) * inner * width >= UNDIVIDED or inner <= SHORT
+    if wanted == 1 or not rows or (is_divided and inner % (8 * wanted) == 0):
         return 1
     able = [parts for parts in range(wanted // 2, 2 * wanted + 1) if inner % (16 * parts) == 0]
     return min(able, key=lambda parts: max(parts / wanted, wanted / parts), default=1)
