@@ -7,7 +7,8 @@ Rows of `products` are of the launches of one layer, gate and up with their acti
 longer of reading the chosen experts' weights at 4.68 TB/s (3.3 on an H100) and of multiplying at 700 TFLOP/s. `err` is
 the largest error over the largest value, of sampled rows. Rows of `packed` are those of `products` with quantised
 matrices, without `xla_us`, rows of `layer` of a whole layer with its router, rows of `tune` of other tiles than the
-chosen ones. `err` of a layer is of two tokens, whose result in a second run must have the same bits.
+chosen ones. `err` of a layer is of
+up to two tokens; `ok` also needs equal bits of all tokens in a second run.
 """
 
 import dataclasses
@@ -145,7 +146,7 @@ def _by_xla(weights, x, sizes):
 
 
 def measure_layer(problem: Problem, timed: bool = True) -> dict:
-    """The router, the order of the rows, the products and the sum over a token's experts."""
+    """A whole layer: the router, the choice, the products and the sum over a token's experts."""
     x, (gate, up, down), _ = problem.draw()
     moe = MoE(width=problem.width, num_experts=problem.experts, top_k=problem.top)
     router = (

@@ -149,7 +149,7 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
     for form in (None, "mxfp4", "fp8_g128"):
         problem = expert_product.Problem(8, 2, 256, 384, 5, form)
         run = functools.partial(expert_product.measure_layer, problem, timed=False)
-        found[f"few tokens {form or 'bfloat16'}"] = run
+        found[f"mixture of 5 {form or 'bfloat16'}"] = run
     # Both cuts; one, by single loads; more passes to halve the range; the row instead of lists.
     for vocab, top_k, top_p in ((40000, 20, 0.8), (40001, 0, 0.9), (40000, 0, 0.999), (40000, 9000, 1.0)):
         problem, name = sampling.Problem(3, vocab), f"sampling_floor {top_k} {top_p}"

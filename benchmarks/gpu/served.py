@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import names, records
+from benchmarks import name_lists, records
 from benchmarks.gpu.packed_product import draw
 from benchmarks.gpu.programs import Program, build, kernels
 from jattn import device, models
@@ -229,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
     records.add_options(parser)
     args = parser.parse_args(argv)
     every = [*CASES, *(f"{case} {batch}" for case in CASES for batch in BATCHES)]
-    wanted = names.known(parser, "--only", args.only, every, "case")
+    wanted = name_lists.known(parser, "--only", args.only, every, "case")
     if args.kernels < 0:
         parser.error(f"--kernels: {args.kernels} is less than 0")
     if device.detect().platform != "gpu" and not args.list:

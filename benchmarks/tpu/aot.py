@@ -14,7 +14,7 @@ import os
 import sys
 import time
 
-from benchmarks import names
+from benchmarks import name_lists
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "tpu7x": "tpu7x:2x2x1"}
 CAP = dict(logits_soft_cap=30.0)
@@ -269,8 +269,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="names of shapes, separated by commas")
     parser.add_argument("--chips", default=",".join(TOPOLOGIES))
     args = parser.parse_args(argv)
-    wanted = names.known(parser, "--only", args.only, [shape.name for shape in SHAPES], "shape")
-    chips = names.known(parser, "--chips", args.chips, TOPOLOGIES, "chip")
+    wanted = name_lists.known(parser, "--only", args.only, [shape.name for shape in SHAPES], "shape")
+    chips = name_lists.known(parser, "--chips", args.chips, TOPOLOGIES, "chip")
     os.environ.update(environment())
     failed = 0
     for shape in SHAPES:

@@ -1,4 +1,5 @@
-"""A mixture of experts. Rows are sorted by expert, so that each expert multiplies only its own rows."""
+"""A mixture of experts. Rows are sorted by expert, so that each multiplies only its own rows; of up to 8 tokens on a
+Hopper GPU each multiplies all: see mixture_launches.py."""
 
 import dataclasses
 import functools
@@ -6,7 +7,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jattn.models.few_tokens import FewTokens
+from jattn.models.mixture_launches import MixtureLaunches
 from jattn.models.mlp import MLP, activation
 from jattn.nn.attention_layer import linear
 from jattn.nn.norm import Norm
@@ -141,9 +142,9 @@ class MoE:
         `weights` has these experts alone, and the router of all. The results of all ranges of experts add up to the
         mixture without its shared expert; the identity experts belong to the range that begins at 0.
         """
-        few = FewTokens.of(self, weights, x, self.num_experts if count is None else count)
+        launches = MixtureLaunches.of(self, weights, x, self.num_experts if count is None else count)
         by_rows = functools.partial(self._routed_by_rows, count=count)
-        compute = by_rows if few is None else few.with_derivative_of(by_rows)
+        compute = by_rows if launches is None else launches.with_derivative_of(by_rows)
         return compute(weights, x, first, routed_by, is_live)
 
     def _routed_by_rows(
@@ -269,8 +270,8 @@ def _sparsemixer(logits: jax.Array, jitter: float) -> tuple[jax.Array, jax.Array
         best = left.max(axis=-1, keepdims=True)
         far = (best - logits) / jnp.maximum(jnp.abs(logits), best) > 2 * jitter
         share = jax.nn.softmax(jnp.where(far, -jnp.inf, left), axis=-1)
-        finite = jnp.maximum(logits, jnp.finfo(logits.dtype).min)  # so that no expert is chosen twice
-        at = jnp.where(is_left, finite, -jnp.inf).argmax(axis=-1)[:, None]
+        at_least_min = jnp.maximum(logits, jnp.finfo(logits.dtype).min)  # -inf stays above an expert chosen before
+        at = jnp.where(is_left, at_least_min, -jnp.inf).argmax(axis=-1)[:, None]
         chosen.append(at)
         scores.append(jnp.take_along_axis(share, at, axis=-1))
         is_left = is_left & (jnp.arange(logits.shape[-1])[None, :] != at)

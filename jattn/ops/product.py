@@ -123,11 +123,12 @@ def _dots(x: jax.Array, kernels: Kernels, transposed: bool, dtype: Any) -> Array
     return tuple((y[:1] if duplicate else y).astype(dtype) for y in sums)
 
 
-FEW_ROWS = 64
+FEW_ROWS = 64  # with more, XLA has work for all processors
 FEW_COLUMNS = 8  # fewer, as those of a gate, are left to XLA, which computes them by a reduction
-UNDIVIDED, SHORT = 2**18, 1024
-"""XLA:GPU does not divide the inner dimension of a product with fewer multiplications than UNDIVIDED: it leaves 4096 x 8,
-the router of Mixtral, to one processor, 12.7 us for a row on an H200 (2026-11-29). Up to SHORT inputs are little work."""
+LEAST_DIVIDED, SHORT = 2**18, 1024
+"""XLA:GPU does not divide the inner dimension of a product with fewer multiplications than LEAST_DIVIDED. It leaves the
+router of Mixtral, 4096 x 8, to one processor: 12.7 us for one row on an H200 (docs/notebook/nvidia_h200.md). Up to
+SHORT inputs that is little work."""
 SPLITS = ((1024, 32), (2048, 16))
 """(widest matrix, parts) into which XLA:GPU may divide the inner dimension of few rows, so that all processors have
 work."""
@@ -136,19 +137,21 @@ work."""
 def _parts_of_inner(x: jax.Array, matrix: jax.Array) -> int:
     """Into how many parts to divide the inner dimension; 1: XLA decides.
 
-    XLA:GPU divides it by a power of two, and if the parts are no multiples of 8, it pads the matrix first, in every
-    step: 28 us for 10944 x 2048 on an H200 (the down of DeepSeek V2 Lite, 2026-11-29), as long as the product took.
-    Other numbers of parts need no padding.
+    XLA:GPU leaves small products whole. Others it divides by a power of two, and if the parts are no multiples of 8, it
+    pads the matrix first, in every step: 28 us for 10944 x 2048 on an H200 (the down of DeepSeek V2 Lite, 2026-11-29),
+    as long as the product took. Other numbers of parts need no padding.
     """
-    is_cut = any(axis is not None for array in (x, matrix) for axis in jax.typeof(array).sharding.spec)  # Explicit axes
-    if x.ndim != 2 or is_cut:
+    is_sharded = any(
+        axis is not None for array in (x, matrix) for axis in jax.typeof(array).sharding.spec
+    )  # Explicit axes
+    if x.ndim != 2 or is_sharded:
         return 1
     (rows, inner), width = x.shape, matrix.shape[1]
     if device.detect().platform != "gpu" or is_partitioned() or rows > FEW_ROWS or x.dtype.itemsize != 2:
         return 1
     wanted = next((parts for widest, parts in SPLITS if FEW_COLUMNS <= width <= widest), 1)
-    is_divided = max(rows, 2) * inner * width >= UNDIVIDED or inner <= SHORT
-    if wanted == 1 or not rows or (is_divided and inner % (8 * wanted) == 0):
+    is_whole = max(rows, 2) * inner * width < LEAST_DIVIDED and inner > SHORT  # a single row is duplicated
+    if wanted == 1 or not rows or (not is_whole and inner % (8 * wanted) == 0):
         return 1
     able = [parts for parts in range(wanted // 2, 2 * wanted + 1) if inner % (16 * parts) == 0]
     return min(able, key=lambda parts: max(parts / wanted, wanted / parts), default=1)

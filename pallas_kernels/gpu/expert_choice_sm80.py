@@ -1,11 +1,11 @@
 """The experts of up to 8 tokens, from the logits of their router: one CTA, a warp for each token.
 
-    1  a warp ranks the experts of its token, and takes the largest top_k times; among equals the first
-    2  a bit for each expert that is one of these and that any token chose
+    1  a warp ranks the experts of its token, and takes the largest, top_k times; among equals the first
+    2  a bit for each of this device's experts that a live token chose
     3  experts with a bit have a tile each, in their order
 
-As few tokens fit in the smallest tile of a product, every tile has all of them: row t is token t, whether it chose the
-expert or not. So rows of x need no copies, and rows of others are computed beside for nothing.
+So few tokens fit in the smallest tile of a product, and every tile has all of them: row t is token t. So rows of x need
+no copies; the rows of tokens that did not choose the expert are computed and not used.
 """
 
 import dataclasses
@@ -24,12 +24,13 @@ from pallas_kernels.algebra.checks import Reasons
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import words_sm80 as words
 
 TILE_ROWS = 8
-WARPGROUPS = 2
+WARPGROUPS = TILE_ROWS // 4  # a warp for each token
 THREADS = 128 * WARPGROUPS
-MOST_EXPERTS = 512  # of which each thread has every 32nd
-SCORES = "softmax", "sigmoid"
+MOST_EXPERTS = 512  # of which a lane has every 32nd
+SCORES = "softmax_over_all", "sigmoid"
 _LOG2E = math.log2(math.e)
 
 
@@ -41,7 +42,7 @@ class ChoiceConfig:
     routes: int  # experts between which the router chooses
     top_k: int
     experts: int  # of these, which have tiles: one device's, perhaps
-    scores: str = "softmax"  # over all logits; or "sigmoid" of each
+    scores: str = "softmax_over_all"  # or "sigmoid" of each logit
     has_correction: bool = False  # the largest score + correction is chosen, instead of the largest score
     least_sum: float | None = None  # scores are divided by their sum, at least this; None: they are not
     factor: float = 1.0
@@ -49,7 +50,7 @@ class ChoiceConfig:
 
     @property
     def tiles(self) -> int:
-        """The most that can be used."""
+        """Tiles at most."""
         return min(self.tokens * self.top_k, self.experts)
 
     @property
@@ -69,20 +70,20 @@ def supports(config: ChoiceConfig) -> list[str]:
     return reasons
 
 
-class Choice(NamedTuple):
+class ChosenExperts(NamedTuple):
     """What the kernel returns."""
 
     scores: jax.Array  # f32[tokens, top_k]
     row: jax.Array  # i32[tokens, top_k]: the row of each choice; 8 * tiles: its expert has no tile
-    tiles: jax.Array  # i32[1 + tiles, 3]: those of expert_product_sm90.py
-    row_tiles: jax.Array  # i32[tiles, 3]: those of packed_product_sm90.py
+    plain_tiles: jax.Array  # i32[1 + tiles, 3]: the tiles, for expert_product_sm90.py
+    packed_tiles: jax.Array  # i32[tiles, 3]: the same, for packed_product_sm90.py
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
-def choose(
+def choose_experts(
     logits: jax.Array, correction: jax.Array | None, scale: jax.Array | None, live: jax.Array, first: jax.Array,
     config: ChoiceConfig,
-) -> Choice:  # fmt: skip
+) -> ChosenExperts:  # fmt: skip
     """logits, correction, scale: f32[tokens, routes], f32[routes] or None.
 
     live i32[tokens]: 0: the token's choices have no tile. first i32[1]: the first of the experts that have tiles.
@@ -108,9 +109,9 @@ def choose(
     out = [jax.ShapeDtypeStruct((of_choices,), jnp.float32)]
     out += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (of_choices, 3 + of_tiles, of_tiles)]
     call = pl.kernel(choose_experts, out_type=out, mesh=mesh, compiler_params=params)
-    scores, row, tiles, row_tiles = call(*(array for _, array, _, _ in wanted))
+    scores, row, *tiles = call(*(array for _, array, _, _ in wanted))
     shape = c.tokens, c.top_k
-    return Choice(scores.reshape(shape), row.reshape(shape), tiles.reshape(-1, 3), row_tiles.reshape(-1, 3))
+    return ChosenExperts(scores.reshape(shape), row.reshape(shape), *(each.reshape(-1, 3) for each in tiles))
 
 
 def shared_words(config: ChoiceConfig) -> int:
@@ -130,8 +131,8 @@ def _warpgroup(config: ChoiceConfig, refs, shared):
     run(*refs, shared, lax.axis_index("wg"))
 
 
-class _Router(NamedTuple):
-    """Addresses of the operands."""
+class _Operands(NamedTuple):
+    """Their addresses."""
 
     logits: object
     correction: object  # or None
@@ -140,58 +141,79 @@ class _Router(NamedTuple):
     first: object
 
 
-def _choose(config: ChoiceConfig, gmem, bits, thread):
-    """One thread. gmem: the addresses of the operands and the results; bits: of the shared memory."""
+class _Choice(NamedTuple):
+    """The choice of a lane, one of its warp's token."""
+
+    token: object
+    number: object  # of all choices
+    there: object  # i32: 1 from lane 0 to top_k - 1 of a token's warp
+    expert: object  # from `first` on; 0 if it has no tile
+    has_tile: object  # is it a live token's, and of one of this device's experts?
+
+
+def _choose(config: ChoiceConfig, gmem, shared, thread):
+    """One thread. gmem: the addresses of the operands and the results; shared: of the shared memory."""
     c = config
-    *given, scores, row, tiles, row_tiles = gmem
+    *given, scores, row, plain_tiles, packed_tiles = gmem
     logits, *rest = given
     correction = rest.pop(0) if c.has_correction else None
     scale = rest.pop(0) if c.has_scale else None
-    router = _Router(logits, correction, scale, *rest)
-    last_live = ptx.add(bits, ptx.i32(4 * (shared_words(c) - 4)))
-    _store_shared(bits, thread, ptx.less(thread, ptx.i32(shared_words(c))), ptx.i32(0))
-    _barrier()
+    operands = _Operands(logits, correction, scale, *rest)
+    live_end = ptx.add(shared, ptx.i32(4 * (shared_words(c) - 4)))  # the address of the last live token's number + 1
+    words.store_shared(shared, thread, ptx.bool_to_i32(ptx.less(thread, ptx.i32(shared_words(c)))), ptx.i32(0))
+    words.barrier()
+    choice = _choice(c, operands, scores, live_end, thread)
+    word, place = arith.divui(choice.expert, ptx.i32(32)), arith.remui(choice.expert, ptx.i32(32))
+    _combine("or", words.shared_place(shared, word), choice.has_tile, arith.shli(ptx.i32(1), place))
+    words.barrier()
+    bits = _all_bits(c, shared)
+    in_tile = ptx.add(ptx.mul(_tile_of(bits, choice.expert), TILE_ROWS), choice.token)
+    words.store(row, choice.number, choice.there, arith.select(choice.has_tile, in_tile, ptx.i32(TILE_ROWS * c.tiles)))
+    rows = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", live_end)
+    _store_tiles(c, bits, rows, plain_tiles, packed_tiles, thread)
+
+
+def _choice(c: ChoiceConfig, operands: _Operands, scores, live_end, thread) -> _Choice:
+    """The thread's choice, whose score is stored."""
     lane, token = arith.remui(thread, ptx.i32(32)), arith.divui(thread, ptx.i32(32))
     is_token = ptx.less(token, ptx.i32(c.tokens))
-    expert, score = _experts_of_token(c, router, token, lane, is_token)
+    chosen, score = _experts_of_token(c, operands, token, lane, is_token)
     is_choice = arith.andi(is_token, ptx.less(lane, ptx.i32(c.top_k)))
-    number = ptx.add(ptx.mul(token, c.top_k), lane)
-    ptx.store_if(_place(scores, number), ptx.bool_to_i32(is_choice), score, kind="f32")
-    live = ptx.less(ptx.i32(0), ptx.load_word(_place(router.live, token), is_token))
-    first = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", router.first)
-    own = arith.subi(expert, first)
-    has_tile = arith.andi(arith.andi(is_choice, live), ptx.less_unsigned(own, ptx.i32(c.experts)))
-    own = arith.select(has_tile, own, ptx.i32(0))
-    word, bit = arith.divui(own, ptx.i32(32)), arith.shli(ptx.i32(1), arith.remui(own, ptx.i32(32)))
-    _combine("or", _shared_place(bits, word), has_tile, bit)
-    _combine("max", last_live, live, ptx.add(token, ptx.i32(1)))
-    _barrier()
-    words = _all_bits(c, bits)
-    used = functools.reduce(ptx.add, map(_ones, words))
-    place = ptx.add(ptx.mul(_tile_of(words, own), TILE_ROWS), token)
-    place = arith.select(has_tile, place, ptx.i32(TILE_ROWS * c.tiles))
-    ptx.store_if(_place(row, number), ptx.bool_to_i32(is_choice), place)
-    count = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", last_live)
-    is_first = ptx.equal(thread, ptx.i32(0))
-    _store_line(tiles, ptx.i32(0), is_first, [used] * 3)
+    there, number = ptx.bool_to_i32(is_choice), ptx.add(ptx.mul(token, c.top_k), lane)
+    words.store(scores, number, there, score, kind="f32")
+    live = ptx.less(ptx.i32(0), ptx.load_word(words.place(operands.live, token), is_token))
+    _combine("max", live_end, live, ptx.add(token, ptx.i32(1)))
+    first = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", operands.first)
+    expert = arith.subi(chosen, first)
+    has_tile = arith.andi(arith.andi(is_choice, live), ptx.less_unsigned(expert, ptx.i32(c.experts)))
+    return _Choice(token, number, there, arith.select(has_tile, expert, ptx.i32(0)), has_tile)
+
+
+def _store_tiles(c: ChoiceConfig, bits: list, rows, plain_tiles, packed_tiles, thread):
+    """The tile of each expert that has a bit, by the expert's thread; zeros for tiles that are not used.
+
+    rows: of each tile, up to that of the last live token.
+    """
+    used = functools.reduce(ptx.add, map(words.ones, bits))
+    one = ptx.i32(1)
+    _store_line(plain_tiles, ptx.i32(0), ptx.equal(thread, ptx.i32(0)), [used] * 3)
     for turn in range(cdiv(c.experts, THREADS)):
         expert = ptx.add(thread, ptx.i32(turn * THREADS))
-        tile = _tile_of(words, expert)
-        is_used = _has_bit(words, expert)
-        _store_line(tiles, ptx.add(tile, ptx.i32(1)), is_used, [expert, tile, ptx.i32(1)])
-        _store_line(row_tiles, tile, is_used, [expert, ptx.mul(tile, TILE_ROWS), count])
-    is_empty = arith.andi(ptx.less(thread, ptx.i32(c.tiles)), arith.cmpi(arith.CmpIPredicate.sge, thread, used))
-    _store_line(tiles, ptx.add(thread, ptx.i32(1)), is_empty, [ptx.i32(0)] * 3)
-    _store_line(row_tiles, thread, is_empty, [ptx.i32(0)] * 3)
+        tile, is_used = _tile_of(bits, expert), _has_bit(bits, expert)
+        _store_line(plain_tiles, ptx.add(tile, one), is_used, [expert, tile, one])
+        _store_line(packed_tiles, tile, is_used, [expert, ptx.mul(tile, TILE_ROWS), rows])
+    is_empty = arith.andi(ptx.less(thread, ptx.i32(c.tiles)), ptx.less(used, ptx.add(thread, one)))
+    _store_line(plain_tiles, ptx.add(thread, one), is_empty, [ptx.i32(0)] * 3)
+    _store_line(packed_tiles, thread, is_empty, [ptx.i32(0)] * 3)
 
 
-def _experts_of_token(c: ChoiceConfig, router: _Router, token, lane, is_token) -> tuple:
+def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_token) -> tuple:
     """(the expert of choice `lane` of the warp's token, its score); undefined from top_k on."""
     numbers = [ptx.add(lane, ptx.i32(32 * i)) for i in range(cdiv(c.routes, 32))]
     is_expert = [arith.andi(is_token, ptx.less(number, ptx.i32(c.routes))) for number in numbers]
     at = lambda number: ptx.add(ptx.mul(token, c.routes), number)
-    logits = [_load(router.logits, at(number), there) for number, there in zip(numbers, is_expert, strict=True)]
-    if c.scores == "softmax":
+    logits = [_load(operands.logits, at(number), there) for number, there in zip(numbers, is_expert, strict=True)]
+    if c.scores == "softmax_over_all":
         shift = functools.reduce(ptx.fmax, logits)
         for distance in (16, 8, 4, 2, 1):
             shift = ptx.fmax(shift, ptx.shuffle_xor(shift, distance))
@@ -203,19 +225,19 @@ def _experts_of_token(c: ChoiceConfig, router: _Router, token, lane, is_token) -
         score_of = lambda logit: ptx.divide(one, arith.addf(one, _exponential(arith.subf(ptx.f32(0.0), logit))))
     ranks = logits  # scores have the same order
     if c.has_correction:
-        terms = [_load(router.correction, number, there) for number, there in zip(numbers, is_expert, strict=True)]
+        terms = [_load(operands.correction, number, there) for number, there in zip(numbers, is_expert, strict=True)]
         ranks = [arith.addf(score_of(logit), term) for logit, term in zip(logits, terms, strict=True)]
     keys = [arith.select(there, _ordered(x), ptx.i32(0)) for x, there in zip(ranks, is_expert, strict=True)]
     own = _largest(c.top_k, keys, numbers, lane)
     is_choice = arith.andi(is_token, ptx.less(lane, ptx.i32(c.top_k)))
-    score = score_of(_load(router.logits, at(own), is_choice))
+    score = score_of(_load(operands.logits, at(own), is_choice))
     if c.least_sum is not None:
         total = _sum_over_warp(arith.select(is_choice, score, ptx.f32(0.0)))
         score = ptx.divide(score, _greater_of(total, c.least_sum))
     if c.factor != 1.0:
         score = arith.mulf(score, ptx.f32(c.factor))
     if c.has_scale:
-        score = arith.mulf(score, _load(router.scale, own, is_choice))
+        score = arith.mulf(score, _load(operands.scale, own, is_choice))
     return own, score
 
 
@@ -263,38 +285,34 @@ def _over_warp(operation: str, word):
 def _load(base, number, condition):
     """f32 `number` of an array in GMEM; -inf without the condition."""
     text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.global.nc.f32 $0, [$1]; }"
-    return ptx.asm_value(text, "=&f,l,r", _place(base, number), ptx.bool_to_i32(condition), pure=True)
+    return ptx.asm_value(text, "=&f,l,r", words.place(base, number), ptx.bool_to_i32(condition), pure=True)
 
 
-def _all_bits(c: ChoiceConfig, bits) -> list:
+def _all_bits(c: ChoiceConfig, shared) -> list:
     """The words with a bit for each expert."""
-    text, words = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];", []
+    text, found = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{}];", []
     for i in range(0, c.words, 4):
-        words += ptx.asm_values(text.format(4 * i), "=r,=r,=r,=r,r", 4, bits)
-    return words[: c.words]
+        found += ptx.asm_values(text.format(4 * i), "=r,=r,=r,=r,r", 4, shared)
+    return found[: c.words]
 
 
-def _tile_of(words: list, expert):
+def _tile_of(bits: list, expert):
     """The number of bits before that of the expert."""
-    word, below = arith.divui(expert, ptx.i32(32)), arith.remui(expert, ptx.i32(32))
-    lower, tile = arith.subi(arith.shli(ptx.i32(1), below), ptx.i32(1)), ptx.i32(0)
-    for i, bits in enumerate(words):
-        of_word = arith.select(ptx.equal(word, ptx.i32(i)), lower, ptx.i32(0))
-        mask = arith.select(ptx.less(ptx.i32(i), word), ptx.i32(-1), of_word)
-        tile = ptx.add(tile, _ones(arith.andi(bits, mask)))
+    number, lane = arith.divui(expert, ptx.i32(32)), arith.remui(expert, ptx.i32(32))
+    tile = ptx.i32(0)
+    for i, word in enumerate(bits):
+        of_own = arith.select(ptx.equal(number, ptx.i32(i)), words.lower_lanes(lane), ptx.i32(0))
+        mask = arith.select(ptx.less(ptx.i32(i), number), ptx.i32(-1), of_own)
+        tile = ptx.add(tile, words.ones(arith.andi(word, mask)))
     return tile
 
 
-def _has_bit(words: list, expert):
-    word, place = arith.divui(expert, ptx.i32(32)), arith.remui(expert, ptx.i32(32))
+def _has_bit(bits: list, expert):
+    number, place = arith.divui(expert, ptx.i32(32)), arith.remui(expert, ptx.i32(32))
     own = ptx.i32(0)
-    for i, bits in enumerate(words):
-        own = arith.select(ptx.equal(word, ptx.i32(i)), bits, own)
+    for i, word in enumerate(bits):
+        own = arith.select(ptx.equal(number, ptx.i32(i)), word, own)
     return ptx.equal(arith.andi(arith.shrui(own, place), ptx.i32(1)), ptx.i32(1))
-
-
-def _ones(word):
-    return ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
 
 
 def _combine(operation: str, place, condition, word):
@@ -304,24 +322,7 @@ def _combine(operation: str, place, condition, word):
     ptx.asm(text, "r,r,r", place, ptx.bool_to_i32(condition), word)
 
 
-def _store_line(ref, line, condition, words):
+def _store_line(base, line, condition, three):
     """Three words of GMEM, if the condition holds."""
-    for i, word in enumerate(words):
-        ptx.store_if(_place(ref, ptx.add(ptx.mul(line, 3), ptx.i32(i))), ptx.bool_to_i32(condition), word)
-
-
-def _store_shared(ref, number, condition, word):
-    ptx.store_if(_shared_place(ref, number), ptx.bool_to_i32(condition), word, space="shared")
-
-
-def _place(ref, number):
-    """The address of a word in GMEM."""
-    return arith.addi(ref, ptx.to_i64(ptx.mul(number, 4)))
-
-
-def _shared_place(ref, number):
-    return ptx.add(ref, ptx.mul(number, 4))
-
-
-def _barrier():
-    ptx.asm("bar.sync 0;", "")
+    for i, word in enumerate(three):
+        words.store(base, ptx.add(ptx.mul(line, 3), ptx.i32(i)), ptx.bool_to_i32(condition), word)

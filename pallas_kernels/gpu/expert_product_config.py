@@ -26,7 +26,7 @@ class ExpertProductConfig:
     matrices: int = 1  # of an expert; of two, a warpgroup has the same columns of both
     dtype: str = "bfloat16"
     tile_rows: int = 128  # the rows of each expert are a multiple of it
-    tokens: int = 0  # x has so many rows, which are the first of every tile; 0: x has all rows
+    tokens: int = 0  # rows of x, which every tile multiplies; 0: each tile has its own
     warpgroups: int = 2  # that multiply, side by side; one more loads
     ctas: int = 132
 

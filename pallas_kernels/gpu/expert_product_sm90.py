@@ -1,7 +1,8 @@
 """Rows times the matrices of their experts on a Hopper GPU, in 16 bits: y[row] = x[row] w[expert of the row].
 
-The rows of an expert lie together, padded to a multiple of `tile_rows`. A tile of rows has one expert. Columns of w are
-the rows of wgmma, and rows of x its columns, so that a tile may have as few as 8 rows:
+The rows of an expert lie together, padded to a multiple of `tile_rows`, or x is a few tokens, which every tile has. A
+tile of rows has one expert. Columns of w are the rows of wgmma, and rows of x its columns, so that a tile may have as
+few as 8 rows:
 
     y^T [64 columns, tile_rows]  =  w^T [64 columns, inner] . x^T [inner, tile_rows]
 
@@ -138,7 +139,7 @@ def _load(c: ExpertProductConfig, tiles, x, matrices, smem: dict):
 
     def copy(expert, row, column, _, at_inner, slot):
         send = lambda source, target: plgpu.copy_gmem_to_smem(source, target.at[slot], smem["full"].at[slot])
-        first = row * 0 if c.tokens else row  # a traced 0: the tile goes on after the last row of x, with zeros
+        first = row * 0 if c.tokens else row  # traced, as TMA fills rows past the end of x with zeros
         send(x.at[pl.ds(first, c.tile_rows), at_inner], smem["tokens"])
         for matrix, stages in zip(matrices, smem["matrices"], strict=True):
             send(matrix.at[expert, at_inner, pl.ds(column, c.strip)], stages)

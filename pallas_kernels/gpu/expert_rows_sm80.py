@@ -21,6 +21,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import words_sm80 as words
 
 WARPGROUPS = 4
 WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
@@ -49,7 +50,7 @@ def arrange(expert: jax.Array, experts: int, tile_rows: int, rows: int) -> tuple
     choices, tiles = expert.shape[0], rows // tile_rows
 
     def arrange_experts(*refs):  # the kernel's name in a profile
-        shared = [plgpu.SMEM((words,), jnp.int32) for words in shared_words(choices, experts)]
+        shared = [plgpu.SMEM((size,), jnp.int32) for size in shared_words(choices, experts)]
         pl.run_scoped(functools.partial(_warpgroup, experts, tile_rows, refs), *shared, collective_axes="wg")
 
     mesh = plgpu.Mesh(grid=(1,), grid_names=("cta",), num_threads=WARPGROUPS, thread_name="wg")
@@ -86,34 +87,34 @@ def _arrange(experts: int, tile_rows: int, sizes, gmem, smem, thread):
     chosen, choice, row, expert, padded, tiles = gmem
     counts, of_experts, first = smem
     for target, size in ((choice, rows), (expert, rows), (tiles, sizes[5])):
-        _clear(target, size, thread, _store)
+        _clear(target, size, thread, words.store)
     for target, size in ((counts, groups * experts), (of_experts, cdiv(experts, 4) * 4)):
-        _clear(target, size, thread, _store_shared)
-    _barrier()
+        _clear(target, size, thread, words.store_shared)
+    words.barrier()
     own = [_count_group(experts, choices, chosen, counts, thread, turn) for turn in range(cdiv(groups, WARPS))]
-    _barrier()
+    words.barrier()
     numbers = [ptx.add(thread, ptx.i32(i * THREADS)) for i in range(cdiv(experts, THREADS))]  # of the thread's experts
     for number in numbers:
         there = ptx.bool_to_i32(ptx.less(number, ptx.i32(experts)))
-        total = _counts_before(experts, groups, _shared_place(counts, number), there)
+        total = _counts_before(experts, groups, words.shared_place(counts, number), there)
         used = arith.divui(ptx.add(total, ptx.i32(tile_rows - 1)), ptx.i32(tile_rows))
-        _store_shared(of_experts, number, there, used)
-        _store(padded, number, there, ptx.mul(used, tile_rows))
-    _barrier()
+        words.store_shared(of_experts, number, there, used)
+        words.store(padded, number, there, ptx.mul(used, tile_rows))
+    words.barrier()
     for number in numbers:
         before, every = _tiles_before(experts, of_experts, number)
         there = ptx.bool_to_i32(ptx.less(number, ptx.i32(experts)))
-        _store_shared(first, number, there, before)
+        words.store_shared(first, number, there, before)
         is_first = ptx.bool_to_i32(ptx.equal(number, ptx.i32(0)))
         for i in range(3):
-            _store(tiles, ptx.i32(i), is_first, every)
-    _barrier()
+            words.store(tiles, ptx.i32(i), is_first, every)
+    words.barrier()
     for each in own:
         _store_choice(tile_rows, rows, each, (choice, row, expert, tiles), (of_experts, first))
 
 
 def _clear(target, size: int, thread, store):
-    """Zeros to all words. store: _store or _store_shared."""
+    """Zeros to all words. store: words.store or words.store_shared."""
 
     def turn(i, carry):
         number = ptx.add(ptx.mul(i, THREADS), thread)
@@ -139,16 +140,14 @@ def _count_group(experts: int, choices: int, chosen, counts, thread, turn: int) 
     lane, group = arith.remui(thread, ptx.i32(32)), ptx.add(arith.divui(thread, ptx.i32(32)), ptx.i32(turn * WARPS))
     number = ptx.add(ptx.mul(group, GROUP), lane)
     there = ptx.bool_to_i32(ptx.less(number, ptx.i32(choices)))
-    expert = ptx.asm_value(_LOAD, "=&r,l,r", _place(chosen, number), there)
+    expert = ptx.asm_value(_LOAD, "=&r,l,r", words.place(chosen, number), there)
     kept = ptx.bool_to_i32(ptx.less_unsigned(expert, ptx.i32(experts)))
     alike = ptx.asm_value("match.any.sync.b32 $0, $1, -1;", "=r,r", expert)
-    ones = lambda word: ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
-    lower_lanes = arith.subi(arith.shli(ptx.i32(1), lane), ptx.i32(1))
-    before = ones(arith.andi(alike, lower_lanes))
+    before = words.ones(arith.andi(alike, words.lower_lanes(lane)))
     at = ptx.add(ptx.mul(group, experts), expert)
     is_first = arith.andi(kept, ptx.bool_to_i32(ptx.equal(before, ptx.i32(0))))
-    _store_shared(counts, at, is_first, ones(alike))
-    return _Choice(number, there, expert, kept, _shared_place(counts, at), before)
+    words.store_shared(counts, at, is_first, words.ones(alike))
+    return _Choice(number, there, expert, kept, words.shared_place(counts, at), before)
 
 
 def _counts_before(experts: int, groups: int, at, there):
@@ -185,39 +184,15 @@ def _store_choice(tile_rows: int, rows: int, own: _Choice, gmem, smem):
     choice, row, expert_of_row, tiles = gmem
     of_experts, first = smem
     load = lambda place: ptx.asm_value(_LOAD_SHARED, "=&r,r,r", place, kept)
-    of_expert = lambda ref: load(_shared_place(ref, expert))
+    of_expert = lambda ref: load(words.shared_place(ref, expert))
     rank, first_tile, count = ptx.add(load(own.count_at), own.before), of_expert(first), of_expert(of_experts)
     found = ptx.add(ptx.mul(first_tile, tile_rows), rank)
     found = arith.select(ptx.equal(kept, ptx.i32(1)), found, ptx.i32(rows))
-    _store(row, own.number, own.there, found)
-    _store(choice, found, kept, own.number)
-    _store(expert_of_row, found, kept, expert)
+    words.store(row, own.number, own.there, found)
+    words.store(choice, found, kept, own.number)
+    words.store(expert_of_row, found, kept, expert)
     tile = arith.divui(rank, ptx.i32(tile_rows))
     starts = arith.andi(kept, ptx.bool_to_i32(ptx.equal(ptx.mul(tile, tile_rows), rank)))
     line = ptx.mul(ptx.add(first_tile, tile, ptx.i32(1)), 3)
     for i, value in enumerate((expert, first_tile, count)):
-        _store(tiles, ptx.add(line, ptx.i32(i)), starts, value)
-
-
-def _store(ref, number, condition, value):
-    """Stores a word in GMEM if the condition is 1."""
-    ptx.store_if(_place(ref, number), condition, value)
-
-
-def _store_shared(ref, number, condition, value):
-    """The same in SMEM."""
-    ptx.store_if(_shared_place(ref, number), condition, value, space="shared")
-
-
-def _place(ref, number):
-    """The address of a word in GMEM."""
-    return arith.addi(ref, ptx.to_i64(ptx.mul(number, 4)))
-
-
-def _shared_place(ref, number):
-    """The address of a word in SMEM."""
-    return ptx.add(ref, ptx.mul(number, 4))
-
-
-def _barrier():
-    ptx.asm("bar.sync 0;", "")
+        words.store(tiles, ptx.add(line, ptx.i32(i)), starts, value)

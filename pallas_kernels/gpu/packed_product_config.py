@@ -26,7 +26,7 @@ For gate and up of 8B these take 145 and 228 us for 128 rows of int4, 139 and 22
 class PackedConfig:
     """y = x w for matrices w of one form; hashable. Not checked: `supports` of each kernel says what it serves."""
 
-    rows: int  # T, of the result; of tiles of experts: the rows that all of them have together
+    rows: int  # of the result; with experts, those of all tiles together
     inner: int
     widths: tuple[int, ...]  # columns of each matrix
     format: str  # of a QuantisedArray
@@ -46,16 +46,6 @@ class PackedConfig:
     def strip(self) -> int:
         """Columns of a CTA."""
         raise NotImplementedError
-
-    @property
-    def tile_rows(self) -> int:
-        """Rows of a CTA."""
-        raise NotImplementedError
-
-    @property
-    def filled_rows(self) -> int:
-        """Rows of a tile that may be used."""
-        return min(self.tile_rows, self.rows)
 
     @property
     def x_rows(self) -> int:
@@ -114,8 +104,8 @@ class PackedProductConfig(PackedConfig):
 
     experts: int = 0  # matrices [experts, inner, width], of which a tile of rows uses one; 0: matrices [inner, width]
     most_rows: int | None = None  # of an expert; None: not known
-    has_full_tiles: bool = False  # the rows of each expert begin at a multiple of tile_rows
-    tokens: int = 0  # x has so many rows, which are the first of every tile; 0: x has all rows
+    has_aligned_tiles: bool = False  # the rows of each expert begin at a multiple of tile_rows
+    tokens: int = 0  # rows of x, which every tile multiplies; 0: each tile has its own
     unroll: int = 1  # blocks of a step
     depth: int = 1  # steps whose weights are in flight
     across: int = 4  # warps of a CTA side by side: each has other columns
@@ -135,7 +125,7 @@ class PackedProductConfig(PackedConfig):
     @property
     def tiles(self) -> int:
         """Of rows; of experts the most that there can be."""
-        if self.experts and self.has_full_tiles:
+        if self.experts and self.has_aligned_tiles:
             return self.rows // self.tile_rows
         if self.experts:
             full = self.rows // EXPERT_ROWS if self.tile_rows == EXPERT_ROWS else 0  # others than an expert's last
@@ -149,10 +139,6 @@ class PackedProductConfig(PackedConfig):
             most = self.rows if self.most_rows is None else min(self.rows, self.most_rows)
             return min(-(-most // 8) * 8, EXPERT_ROWS)
         return -(-self.rows // (8 * self.tiles)) * 8
-
-    @property
-    def filled_rows(self) -> int:
-        return min(self.tile_rows, self.rows, self.most_rows or self.rows)
 
     @property
     def x_rows(self) -> int:
@@ -222,7 +208,7 @@ class PackedProductConfig(PackedConfig):
     @property
     def shared_floats(self) -> int:
         """Of a CTA."""
-        return (self.row_start + self.filled_rows * self.row_bytes) // 4
+        return (self.row_start + min(self.tile_rows, self.rows) * self.row_bytes) // 4
 
 
 def refuse_types(config: PackedConfig, reasons: Reasons) -> None:
@@ -250,6 +236,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel was only built and measured for sm_90")
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
+    refuse(c.most_rows is not None and c.most_rows < 1, f"at most {c.most_rows} rows of an expert: wanted 1 or more")
     if reasons:
         return reasons
     refuse_types(c, reasons)
@@ -262,10 +249,10 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     warps = c.across * c.along
     refuse(c.across not in (1, 2, 4, 8, 16) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
     refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")
-    refuse(c.has_full_tiles and not c.experts, "full tiles: only those of experts are padded")
-    refuse(c.tokens > 0 and not c.has_full_tiles, f"{c.tokens} tokens of every tile: wanted full tiles")
-    if c.has_full_tiles and c.experts:
-        refuse(c.rows % c.tile_rows != 0, f"{c.rows} rows of full tiles: wanted a multiple of {c.tile_rows}")
+    refuse(c.has_aligned_tiles and not c.experts, "aligned tiles: only experts have them")
+    refuse(c.tokens != 0 and not c.has_aligned_tiles, f"{c.tokens} tokens of every tile: wanted aligned tiles")
+    if c.has_aligned_tiles and c.experts:
+        refuse(c.rows % c.tile_rows != 0, f"{c.rows} rows of aligned tiles: wanted a multiple of {c.tile_rows}")
         refuse(not 0 <= c.tokens <= c.tile_rows, f"{c.tokens} tokens: wanted at most {c.tile_rows}, or 0")
     return reasons
 
@@ -327,8 +314,8 @@ def cost(config: PackedProductConfig, processors: int) -> float:
     ctas = c.strips * c.tiles * c.splits
     rounds = -(-c.strips * c.tiles // max(usable // c.splits, 1))
     of_cta = c.strip * c.inner * BITS[c.format] / 8 / c.splits
-    turns = -(-c.filled_rows * c.row_pieces // (32 * warps * COPIES))
-    peer = PEER + PEER_ROW * c.filled_rows
+    turns = -(-min(c.tile_rows, c.rows) * c.row_pieces // (32 * warps * COPIES))
+    peer = PEER + PEER_ROW * min(c.tile_rows, c.rows)
     small = CLUSTER * (c.splits > 1) + peer * (c.splits - 1) + 0.02 * c.parts
     if c.tile_rows >= 16:
         again = c.along**0.2 if c.tile_rows > 16 else 1.0  # each part of the inner dimension has sums of its own

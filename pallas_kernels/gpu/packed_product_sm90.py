@@ -17,7 +17,8 @@ inputs of a thread are of one group.
 Warps of a CTA and the CTAs of a cluster share the inner dimension. They write their sums to shared memory, and each
 adds up some of them, always in the same order.
 
-Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows).
+Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows). They
+are rows of y, and of x too, unless x is a few tokens, which every tile has.
 """
 
 import dataclasses

@@ -26,11 +26,8 @@ def copy(cfg: PackedProductConfig, here, base, begin) -> None:
     """
     threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
     own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
-    count = -(-cfg.filled_rows * pieces // threads)  # of each thread
+    count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
     some = min(count, COPIES)
-    turns = ptx.i32(-(-count // some))
-    if cfg.experts and count > some:  # a tile may have fewer rows. And LLVM would repeat the code of two turns
-        turns = arith.divui(ptx.add(ptx.mul(here.count, pieces), ptx.i32(some * threads - 1)), ptx.i32(some * threads))
 
     def turn(k, carry):
         loaded = []
@@ -55,7 +52,7 @@ def copy(cfg: PackedProductConfig, here, base, begin) -> None:
                 _store_number(cfg, base, row, piece, is_used, number)
         return carry
 
-    control.loop(turns, ptx.i32(0), turn)
+    control.loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
 
 
 def _distances(cfg: PackedProductConfig) -> list[int]:

@@ -155,7 +155,7 @@ def add_up(cfg, here: Results, base, split, wg):
     """
     threads = 128 * cfg.warpgroups * cfg.splits
     own = ptx.add(ptx.mul(ptx.add(ptx.mul(split, cfg.warpgroups), wg), 128), ptx.thread_index())
-    firsts = range(0, cfg.filled_rows * cfg.strip, threads)
+    firsts = range(0, min(cfg.tile_rows, cfg.rows) * cfg.strip, threads)
     columns = {at: _column(cfg, here, ptx.add(own, ptx.i32(at))) for at in sorted({n % cfg.strip for n in firsts})}
     wait_for_all(cfg)
     peers = [base] if cfg.splits == 1 else [of_peer(base, rank) for rank in range(cfg.splits)]

@@ -20,6 +20,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_share_sm90 as token_share
 from pallas_kernels.gpu import token_tile_sm90 as token_tile
+from pallas_kernels.gpu import words_sm80
 
 HALF = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}
 SIXTEEN = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -395,7 +396,7 @@ def emulated(module, machine: Machine):
         return jax.tree.map(lambda new, old: np.where(condition, _like(new, old), old), compute(), otherwise)
 
     every = lambda dtype: lambda v: np.full(machine.lane.shape, v, dtype)
-    modules = {ptx, peer_words, peer_sums, layer_tail_biases, token_share, token_tile, module}
+    modules = {ptx, peer_words, peer_sums, layer_tail_biases, token_share, token_tile, words_sm80, module}
     swaps = [
         *(mock.patch.object(m, "arith", Arith) for m in modules if hasattr(m, "arith")),
         mock.patch.object(ptx.utils, "thread_idx", lambda: machine.lane),

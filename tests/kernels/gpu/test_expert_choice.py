@@ -43,7 +43,7 @@ def operands(c: ChoiceConfig, seed: int = 0) -> dict:
     )
 
 
-def by_threads(c: ChoiceConfig, logits, correction, scale, live, first) -> kernel.Choice:
+def by_threads(c: ChoiceConfig, logits, correction, scale, live, first) -> kernel.ChosenExperts:
     """What the kernel returns, computed thread by thread; all memory holds rubbish before."""
     memory = Memory()
     given = [memory.add(np.asarray(x)) for x in (logits, correction, scale, live, first) if x is not None]
@@ -59,14 +59,14 @@ def by_threads(c: ChoiceConfig, logits, correction, scale, live, first) -> kerne
     kinds = np.float32, np.int32, np.int32, np.int32
     shapes = (c.tokens, c.top_k), (c.tokens, c.top_k), (1 + c.tiles, 3), (c.tiles, 3)
     read = lambda at, size, kind, shape: machine.memory[at : at + 4 * size].view(kind).copy().reshape(shape)
-    return kernel.Choice(*map(read, results, sizes, kinds, shapes))
+    return kernel.ChosenExperts(*map(read, results, sizes, kinds, shapes))
 
 
 def oracle(c: ChoiceConfig, logits, correction, scale, live, first):
     """(the chosen experts, best first, and their scores) in float64."""
     x = logits.astype(np.float64)
     power = np.exp(x - x.max(axis=1, keepdims=True))
-    scores = power / power.sum(axis=1, keepdims=True) if c.scores == "softmax" else 1 / (1 + np.exp(-x))
+    scores = power / power.sum(axis=1, keepdims=True) if c.scores == "softmax_over_all" else 1 / (1 + np.exp(-x))
     ranks = scores + correction if c.has_correction else x
     chosen = np.argsort(-ranks, axis=1, kind="stable")[:, : c.top_k]
     top = np.take_along_axis(scores, chosen, axis=1)
@@ -75,20 +75,20 @@ def oracle(c: ChoiceConfig, logits, correction, scale, live, first):
     return chosen, top * c.factor * (scale[chosen] if c.has_scale else 1)
 
 
-def check_rows(c: ChoiceConfig, found: kernel.Choice, chosen, live, first):
+def check_rows(c: ChoiceConfig, found: kernel.ChosenExperts, chosen, live, first):
     """Each expert that a live token chose has one tile, in the order of experts; each choice has its place there."""
     own = chosen - first[0]
     has_tile = (live[:, None] > 0) & (own >= 0) & (own < c.experts)
     experts = np.unique(own[has_tile])
     used, tile = len(experts), np.searchsorted(experts, own)
     np.testing.assert_array_equal(found.row, np.where(has_tile, 8 * tile + np.arange(c.tokens)[:, None], 8 * c.tiles))
-    np.testing.assert_array_equal(found.tiles[0], [used] * 3)
+    np.testing.assert_array_equal(found.plain_tiles[0], [used] * 3)
     each, last_live = np.arange(used), max(np.flatnonzero(live) + 1, default=0)
-    np.testing.assert_array_equal(found.tiles[1 : 1 + used], np.stack([experts, each, np.ones(used)], axis=1))
+    np.testing.assert_array_equal(found.plain_tiles[1 : 1 + used], np.stack([experts, each, np.ones(used)], axis=1))
     np.testing.assert_array_equal(
-        found.row_tiles[:used], np.stack([experts, 8 * each, np.full(used, last_live)], axis=1)
+        found.packed_tiles[:used], np.stack([experts, 8 * each, np.full(used, last_live)], axis=1)
     )
-    assert not found.tiles[1 + used :].any() and not found.row_tiles[used:].any()
+    assert not found.plain_tiles[1 + used :].any() and not found.packed_tiles[used:].any()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,12 +104,14 @@ def test_choices_scores_and_tiles(name, seed):
 
 
 def test_among_equals_the_first_is_chosen():
-    """As by jax.lax.top_k; -0.0 and 0.0 are not told apart by a router."""
+    """As by jax.lax.top_k, by which -0.0 is below 0.0."""
     c = config(2, 70, 5)
     given = operands(c) | dict(live=np.ones(2, np.int32))
-    given["logits"][:] = np.arange(70) // 3 % 5
-    chosen, scores = oracle(c, **given)
-    assert chosen.tolist() == np.asarray(jax.lax.top_k(jnp.asarray(given["logits"]), 5)[1]).tolist()
+    given["logits"][0] = np.arange(70) // 3 % 5
+    given["logits"][1] = np.where(np.arange(70) % 20 == 7, 0.0, -0.0)
+    _, scores = oracle(c, **given)
+    chosen = np.asarray(jax.lax.top_k(jnp.asarray(given["logits"]), 5)[1])
+    assert chosen[1].tolist() == [7, 27, 47, 67, 0]
     found = by_threads(c, **given)
     check_rows(c, found, chosen, given["live"], given["first"])
     np.testing.assert_allclose(found.scores, scores, rtol=3e-6)
@@ -126,21 +128,32 @@ def test_a_token_without_numbers_harms_no_other(bad):
     np.testing.assert_allclose(found.scores[others], scores[others], rtol=3e-6)
     assert np.isnan(found.scores[2]).all()
     of_rows = found.row // 8
-    np.testing.assert_array_equal(found.tiles[1 + of_rows[others], 0], chosen[others])
-    assert ((found.row % 8 == np.arange(4)[:, None]) & (of_rows < found.tiles[0, 0])).all()
+    np.testing.assert_array_equal(found.plain_tiles[1 + of_rows[others], 0], chosen[others])
+    assert ((found.row % 8 == np.arange(4)[:, None]) & (of_rows < found.plain_tiles[0, 0])).all()
+
+
+def test_a_small_sum_does_not_make_scores_large():
+    c = config(2, 40, 3, scores="sigmoid", least_sum=1e-6)
+    given = operands(c) | dict(live=np.ones(2, np.int32))
+    given["logits"][0] -= 60
+    chosen, scores = oracle(c, **given)
+    found = by_threads(c, **given)
+    assert scores[0].max() < 1e-15 < scores[1].max()
+    np.testing.assert_allclose(found.scores, scores, rtol=2e-5)
+    check_rows(c, found, chosen, given["live"], given["first"])
 
 
 def test_what_it_does_not_serve():
     assert supports(config(9, 8, 2)) and supports(config(4, 513, 2)) and supports(config(4, 64, 33))
     assert supports(config(4, 8, 2, scores="sparsemixer")) and supports(config(4, 8, 2, experts=9))
     with pytest.raises(NotImplementedError, match="9 tokens"):
-        kernel.choose(None, None, None, None, None, config(9, 8, 2))
+        kernel.choose_experts(None, None, None, None, None, config(9, 8, 2))
     c, x = config(2, 8, 2), lambda *shape: np.zeros(shape, np.float32)
     whole = lambda *shape: np.zeros(shape, np.int32)
     with pytest.raises(ValueError, match=r"logits float32\[2, 9\] must be float32\[2, 8\]"):
-        kernel.choose(x(2, 9), None, None, whole(2), whole(1), c)
+        kernel.choose_experts(x(2, 9), None, None, whole(2), whole(1), c)
     with pytest.raises(ValueError, match="live float32"):
-        kernel.choose(x(2, 8), None, None, x(2), whole(1), c)
+        kernel.choose_experts(x(2, 8), None, None, x(2), whole(1), c)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "DeepSeek V3 without groups", "512 experts"])
@@ -148,7 +161,7 @@ def test_it_lowers_for_cuda(name):
     c = CASES[name]
     shapes = [x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(c).values()]
     check = jax.export.DisabledSafetyCheck.custom_call(PALLAS_CALL)
-    run = jax.jit(lambda *given: tuple(kernel.choose(*given, c)))
+    run = jax.jit(lambda *given: tuple(kernel.choose_experts(*given, c)))
     export = jax.export.export(run, platforms=["cuda"], disabled_checks=[check])(*shapes)
     assert [out.shape for out in export.out_avals] == [
         (c.tokens, c.top_k), (c.tokens, c.top_k), (1 + c.tiles, 3), (c.tiles, 3)

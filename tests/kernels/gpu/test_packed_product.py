@@ -168,14 +168,14 @@ def test_every_thread_on_the_model_of_ptx_is_the_product(name):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("form", [("fp4", 32, "bfloat16"), ("int4", 64, "bfloat16"), ("fp8", 128, "float32")])
-def test_full_tiles_of_few_tokens(form, shared):
+def test_aligned_tiles_of_few_tokens(form, shared):
     """shared: x is the tokens, which are in every tile; else it has the rows of all tiles. One tile is not used."""
     format, group, scales = form
     cfg = PackedProductConfig(
         rows=24, inner=256, widths=(96, 96), format=format, group=group, scale_dtype=scales, experts=4, most_rows=5,
-        has_full_tiles=True, tokens=6 if shared else 0, along=2, splits=2,
+        has_aligned_tiles=True, tokens=6 if shared else 0, along=2, splits=2,
     )  # fmt: skip
-    assert not supports(cfg) and (cfg.tile_rows, cfg.tiles, cfg.filled_rows) == (8, 3, 5)
+    assert not supports(cfg) and (cfg.tile_rows, cfg.tiles) == (8, 3)
     x = np.random.default_rng(5).normal(size=(cfg.x_rows, cfg.inner)).astype(ml_dtypes.bfloat16)
     drawn_of = lambda width: [drawn(format, 256, width, group, seed=width + e, scales=scales) for e in range(4)]
     matrices = [drawn_of(width) for width in cfg.widths]
@@ -270,10 +270,15 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(dtype="int8"), "results int8: wanted floats"),
         (dict(x_dtype="float32"), "rows float32: wanted floats of 16 bits"),
         (dict(across=1, along=4, splits=8), "32 parts of 8 steps"),
-        (dict(has_full_tiles=True), "full tiles: only those of experts"),
-        (dict(tokens=2), "2 tokens of every tile: wanted full tiles"),
-        (dict(has_full_tiles=True, experts=2, rows=12, most_rows=8), "12 rows of full tiles: wanted a multiple of 8"),
-        (dict(has_full_tiles=True, experts=2, rows=16, most_rows=8, tokens=9), "9 tokens: wanted at most 8, or 0"),
+        (dict(has_aligned_tiles=True), "aligned tiles: only experts"),
+        (dict(experts=2, most_rows=0), "at most 0 rows of an expert: wanted 1 or more"),
+        (dict(tokens=-1), "-1 tokens of every tile: wanted aligned tiles"),
+        (dict(tokens=2), "2 tokens of every tile: wanted aligned tiles"),
+        (
+            dict(has_aligned_tiles=True, experts=2, rows=12, most_rows=8),
+            "12 rows of aligned tiles: wanted a multiple of 8",
+        ),
+        (dict(has_aligned_tiles=True, experts=2, rows=16, most_rows=8, tokens=9), "9 tokens: wanted at most 8, or 0"),
         (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
     ],
 )

@@ -1,7 +1,8 @@
 """The routed experts of up to 8 tokens on a Hopper GPU: each expert that a token chose multiplies all tokens.
 
-So the rows of experts need not be brought together: what follows the router is one launch that chooses, one or two for
-gate and up, one for down, and the sum. Others do the same in about ten, with more tokens in the same time.
+So few tokens fit in the smallest tile, and the rows of experts need not be brought together. The launches after the
+router are: the choice; gate and up, one or two; down. XLA adds biases, the activation where it is not in a launch, and
+the weighted sum.
 """
 
 import dataclasses
@@ -13,25 +14,26 @@ import jax
 import jax.numpy as jnp
 
 from jattn import device
-from jattn.ops import expert_few
+from jattn.ops import mixture_products
 from jattn.ops.expert_packed import are_alike
 from jattn.ops.partitioner import is_partitioned
-from pallas_kernels.gpu.expert_choice_sm80 import TILE_ROWS, Choice, ChoiceConfig, supports
+from pallas_kernels.gpu.expert_choice_sm80 import TILE_ROWS, ChoiceConfig, ChosenExperts, supports
 
-KERNEL_SCORES = {"softmax": "softmax", "softmax_over_all": "softmax", "sigmoid": "sigmoid"}
+KERNEL_SCORES = {"softmax": "softmax_over_all", "softmax_over_all": "softmax_over_all", "sigmoid": "sigmoid"}
+"""By the scores of a MoE. A softmax over all logits, divided by the sum of the chosen, is one over the chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
-class FewTokens:
+class MixtureLaunches:
     """The launches of a mixture."""
 
     moe: Any  # a MoE
-    choice: ChoiceConfig
-    gate_up: tuple[expert_few.Config, ...]  # one for both, or one for each
-    down: expert_few.Config
+    choice_config: ChoiceConfig
+    gate_up: tuple[mixture_products.ProductConfig, ...]  # one for both, or one for each
+    down: mixture_products.ProductConfig
 
     @classmethod
-    def of(cls, moe: Any, weights: dict, x: jax.Array, count: int) -> "FewTokens | None":
+    def of(cls, moe: Any, weights: dict, x: jax.Array, count: int) -> "MixtureLaunches | None":
         """None where there are no such launches. count: the experts whose matrices `weights` has."""
         is_hopper = device.detect().generation == "sm_90" and not is_partitioned()
         if not is_hopper or moe.scores not in KERNEL_SCORES or moe.groups > 1 or moe.identity_experts:
@@ -45,13 +47,14 @@ class FewTokens:
         if supports(choice):
             return None
         gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
-        launch = functools.partial(expert_few.config_of, tokens=x.shape[0], tiles=choice.tiles, dtype=x.dtype.name)
-        config_of = functools.partial(launch, is_shared=True)
-        together = config_of((gate, up)) if moe.is_plain_silu or are_alike((gate, up)) else None
-        of_gate_up = [together] if together is not None else [config_of((gate,)), config_of((up,))]
+        launch = functools.partial(
+            mixture_products.config_of, tokens=x.shape[0], tiles=choice.tiles, dtype=x.dtype.name
+        )
+        both = launch((gate, up), is_shared=True) if moe.is_plain_silu or are_alike((gate, up)) else None
+        of_gate_up = [both] if both is not None else [launch((each,), is_shared=True) for each in (gate, up)]
         of_down = launch((down,), is_shared=False)
-        found = tuple(config for config in of_gate_up if config is not None)
-        return cls(moe, choice, found, of_down) if of_down is not None and len(found) == len(of_gate_up) else None
+        served = tuple(config for config in of_gate_up if config is not None)
+        return cls(moe, choice, served, of_down) if of_down is not None and len(served) == len(of_gate_up) else None
 
     def with_derivative_of(self, other: Callable) -> Callable:
         """`routed`, differentiated by another function of the same arguments."""
@@ -63,32 +66,32 @@ class FewTokens:
         self, weights: dict, x: jax.Array, first: Any, routed_by: jax.Array | None, is_live: jax.Array | None
     ) -> jax.Array:
         """As `MoE.routed`."""
-        router, c = weights["router"], self.choice
-        number = lambda name, has: router[name].astype(jnp.float32) if has else None
-        found = expert_few.choose(
+        router, c = weights["router"], self.choice_config
+        as_f32 = lambda name, has: router[name].astype(jnp.float32) if has else None
+        chosen = mixture_products.choose_experts(
             self.moe.logits(router, x if routed_by is None else routed_by),
-            number("correction", c.has_correction), number("expert_scale", c.has_scale),
+            as_f32("correction", c.has_correction), as_f32("expert_scale", c.has_scale),
             jnp.ones(c.tokens, jnp.int32) if is_live is None else is_live.astype(jnp.int32),
             jnp.asarray(first, jnp.int32).reshape(1), c,
         )  # fmt: skip
-        y = self._experts(weights, x, found)
-        y = y.at[found.row.reshape(-1)].get(mode="fill", fill_value=0)  # 0: of an expert without a tile
-        y = y.reshape(*found.row.shape, -1) * found.scores[:, :, None].astype(x.dtype)
+        y = self._experts(weights, x, chosen)
+        y = y.at[chosen.row.reshape(-1)].get(mode="fill", fill_value=0)  # 0: of an expert without a tile
+        y = y.reshape(*chosen.row.shape, -1) * chosen.scores[:, :, None].astype(x.dtype)
         return y.sum(axis=1)
 
-    def _experts(self, weights: dict, x: jax.Array, found: Choice) -> jax.Array:
+    def _experts(self, weights: dict, x: jax.Array, chosen: ChosenExperts) -> jax.Array:
         """[8 * tiles, hidden]: all tokens by the expert of each tile; what no token chose is undefined."""
 
         def with_bias(name: str, y: jax.Array) -> jax.Array:
             if not self.moe.bias:
                 return y
-            of_tile = weights[name]["bias"][found.tiles[1:, 0]]
+            of_tile = weights[name]["bias"][chosen.plain_tiles[1:, 0]]
             return (y.reshape(-1, TILE_ROWS, y.shape[1]) + of_tile[:, None, :]).reshape(y.shape)
 
         gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
         launched = [(gate, up)] if len(self.gate_up) == 1 else [(gate,), (up,)]
-        results = [expert_few.products(x, one, found, c) for one, c in zip(launched, self.gate_up, strict=True)]
+        results = [mixture_products.products(x, one, chosen, c) for one, c in zip(launched, self.gate_up, strict=True)]
         inner, *of_up = (y for some in results for y in some)  # one result: silu(x gate) * (x up)
         if of_up:
             inner = self.moe.gated(with_bias("gate", inner), with_bias("up", *of_up))
-        return with_bias("down", expert_few.products(inner, (down,), found, self.down)[0])
+        return with_bias("down", mixture_products.products(inner, (down,), chosen, self.down)[0])

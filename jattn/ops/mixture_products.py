@@ -1,9 +1,7 @@
 """The launches of a mixture with up to 8 tokens, on a Hopper GPU: which there are, and under vmap one for each element.
 
-Results of a product have 8 rows for each tile of `Choice`, of which row t is token t.
+Results of a product have 8 rows for each tile of ChosenExperts, of which row t is token t.
 """
-
-from typing import Any
 
 import jax
 
@@ -13,15 +11,15 @@ from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu import expert_choice_sm80, expert_product_sm90, packed_product_sm90
 from pallas_kernels.gpu import expert_product_config as plain_config
 from pallas_kernels.gpu import packed_product_config as packed_config
-from pallas_kernels.gpu.expert_choice_sm80 import TILE_ROWS, Choice, ChoiceConfig
+from pallas_kernels.gpu.expert_choice_sm80 import TILE_ROWS, ChoiceConfig, ChosenExperts
 
-Config = plain_config.ExpertProductConfig | packed_config.PackedProductConfig
+ProductConfig = plain_config.ExpertProductConfig | packed_config.PackedProductConfig
 Kernels = tuple["jax.Array | QuantisedArray", ...]
 
 
-def config_of(kernels: Kernels, *, tokens: int, tiles: int, dtype: str, is_shared: bool) -> Config | None:
-    """The launch for these matrices [experts, inner, width]; None if there is none. Of two plain ones it computes
-    silu(x gate) * (x up).
+def config_of(kernels: Kernels, *, tokens: int, tiles: int, dtype: str, is_shared: bool) -> ProductConfig | None:
+    """The launch for these matrices [experts, inner, width]; None if there is none. With two plain ones it
+    computes silu(x gate) * (x up).
 
     is_shared: x has the tokens, which every tile multiplies; else it has 8 rows for each tile.
     """
@@ -37,34 +35,34 @@ def config_of(kernels: Kernels, *, tokens: int, tiles: int, dtype: str, is_share
             return None
         widths = (width,) * len(kernels)
         return packed_config.choose(
-            processors, widths=widths, most_rows=tokens, has_full_tiles=True, x_dtype=dtype, **shape, **first.form
+            processors, widths=widths, most_rows=tokens, has_aligned_tiles=True, x_dtype=dtype, **shape, **first.form
         )
     if any(isinstance(kernel, QuantisedArray) or kernel.dtype.name != dtype for kernel in kernels):
         return None
     return plain_config.choose(processors, width=width, tile_rows=TILE_ROWS, matrices=len(kernels), **shape)
 
 
-def choose(
+def choose_experts(
     logits: jax.Array, correction: jax.Array | None, scale: jax.Array | None, live: jax.Array, first: jax.Array,
     config: ChoiceConfig,
-) -> Choice:  # fmt: skip
-    """`expert_choice_sm80.choose`."""
+) -> ChosenExperts:  # fmt: skip
+    """`expert_choice_sm80.choose_experts`; under vmap a launch for each element."""
 
     @jax.custom_batching.sequential_vmap
     def each(*given):
-        return expert_choice_sm80.choose(*given, config)
+        return expert_choice_sm80.choose_experts(*given, config)
 
     return each(logits, correction, scale, live, first)
 
 
-def products(x: jax.Array, kernels: Kernels, found: Choice, config: Any) -> list[jax.Array]:
+def products(x: jax.Array, kernels: Kernels, chosen: ChosenExperts, config: ProductConfig) -> list[jax.Array]:
     """x times the matrices of the experts that have tiles: a result for each packed matrix, one for all plain ones."""
 
     @jax.custom_batching.sequential_vmap
-    def each(x, kernels, found):
+    def each(x, kernels, chosen):
         if isinstance(config, plain_config.ExpertProductConfig):
-            return [expert_product_sm90.expert_product(x, kernels, found.tiles, config)]
+            return [expert_product_sm90.expert_product(x, kernels, chosen.plain_tiles, config)]
         arrays = tuple(kernel.arrays for kernel in kernels)
-        return list(packed_product_sm90.packed_product(x, arrays, config, found.row_tiles))
+        return list(packed_product_sm90.packed_product(x, arrays, config, chosen.packed_tiles))
 
-    return each(x, kernels, found)
+    return each(x, kernels, chosen)

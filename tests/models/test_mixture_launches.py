@@ -1,5 +1,6 @@
 """Mixtures of up to 8 tokens on a Hopper GPU, their launches replaced by formulas, beside the same mixtures here."""
 
+import dataclasses
 import types
 
 import jax
@@ -8,10 +9,12 @@ import numpy as np
 import pytest
 
 from jattn.device import Chip
-from jattn.models import MLP, MoE, few_tokens
-from jattn.ops import expert_few
+from jattn.models import MLP, MoE, mixture_launches
+from jattn.models.mixture_launches import MixtureLaunches
+from jattn.nn.norm import Norm
+from jattn.ops import mixture_products
 from jattn.ops.quantised import QuantisedArray
-from pallas_kernels.gpu.expert_choice_sm80 import Choice
+from pallas_kernels.gpu.expert_choice_sm80 import ChosenExperts
 from tests.kernels.gpu.test_expert_choice import by_threads
 from tests.ops.test_experts import of_16_bits, stacked
 
@@ -23,9 +26,9 @@ def draw(*shape: int, dtype="bfloat16", size=1.0) -> jax.Array:
 
 
 def on_hopper(monkeypatch) -> list:
-    """A Hopper GPU is found, and each launch replaced; the list of the configs of products. Rows of x that no live
-    token has are NaN in results, and so are tiles that are not used."""
-    for module in (few_tokens, expert_few):
+    """A Hopper GPU is found, and each launch replaced; the list of the configs of products. Results have NaN in tiles
+    that are not used, and those of packed matrices in rows after the last live token too."""
+    for module in (mixture_launches, mixture_products):
         monkeypatch.setattr(module.device, "detect", lambda: Chip("gpu", "sm_90"))
         monkeypatch.setattr(module.device, "processors", lambda: 132)
     seen = []
@@ -34,7 +37,7 @@ def on_hopper(monkeypatch) -> list:
         *given, config = given_and_config
         shapes = (config.tokens, config.top_k), (config.tokens, config.top_k), (1 + config.tiles, 3), (config.tiles, 3)
         kinds = jnp.float32, jnp.int32, jnp.int32, jnp.int32
-        out = Choice(*map(jax.ShapeDtypeStruct, shapes, kinds))
+        out = ChosenExperts(*map(jax.ShapeDtypeStruct, shapes, kinds))
         run = lambda *given: by_threads(config, *(x if x is None else np.asarray(x) for x in given))
         return jax.pure_callback(run, out, *given)
 
@@ -58,13 +61,14 @@ def on_hopper(monkeypatch) -> list:
         is_used = jnp.arange(8)[None, :, None] < tiles[:, 2][:, None, None]
         return tuple(product(x, [w.dequantise(jnp.float32) for w in weights], tiles[:, 0], is_used, config))
 
-    monkeypatch.setattr(expert_few, "expert_choice_sm80", types.SimpleNamespace(choose=choose))
-    monkeypatch.setattr(expert_few, "expert_product_sm90", types.SimpleNamespace(expert_product=plain))
-    monkeypatch.setattr(expert_few, "packed_product_sm90", types.SimpleNamespace(packed_product=packed))
+    monkeypatch.setattr(mixture_products, "expert_choice_sm80", types.SimpleNamespace(choose_experts=choose))
+    monkeypatch.setattr(mixture_products, "expert_product_sm90", types.SimpleNamespace(expert_product=plain))
+    monkeypatch.setattr(mixture_products, "packed_product_sm90", types.SimpleNamespace(packed_product=packed))
     return seen
 
 
 OPTIONS = {
+    "a norm of the router": dict(router_norm=Norm()),
     "Qwen3": dict(scores="softmax_over_all", normalised=True),
     "Mixtral": dict(),
     "Qwen2": dict(scores="softmax_over_all", shared=MLP(width=64), shared_gate=True),
@@ -80,15 +84,16 @@ def mixture(name: str, form: str = "bfloat16") -> tuple[MoE, dict]:
     moe = MoE(num_experts=EXPERTS, top_k=2, width=WIDTH, **OPTIONS[name])
     router = dict(kernel=draw(HIDDEN, EXPERTS, size=HIDDEN**-0.5))
     router |= {k: draw(EXPERTS, dtype="float32") for k in ("bias",) if moe.router_bias}
+    router |= {"norm": dict(scale=draw(HIDDEN))} if moe.router_norm is not None else {}
     router |= {"correction": draw(EXPERTS, dtype="float32")} if moe.correction else {}
     router |= {"expert_scale": draw(EXPERTS, dtype="float32")} if moe.expert_scale else {}
     weights: dict = dict(router=router)
-    for name, matrix in zip(("gate", "up", "down"), of_16_bits(EXPERTS, HIDDEN, WIDTH), strict=True):
+    for part, matrix in zip(("gate", "up", "down"), of_16_bits(EXPERTS, HIDDEN, WIDTH), strict=True):
         if FORMS[form] is not None:
             inner, width = matrix.shape[1:]
             kind, group = FORMS[form]
             matrix, _ = stacked(kind, inner, width, group, count=EXPERTS)
-        weights[name] = dict(kernel=matrix) | ({"bias": draw(EXPERTS, matrix.shape[2])} if moe.bias else {})
+        weights[part] = dict(kernel=matrix) | ({"bias": draw(EXPERTS, matrix.shape[2])} if moe.bias else {})
     if moe.shared is not None:
         widths = dict(gate=(HIDDEN, 64), up=(HIDDEN, 64), down=(64, HIDDEN))
         weights["shared"] = {k: dict(kernel=draw(*shape, size=shape[0] ** -0.5)) for k, shape in widths.items()}
@@ -147,16 +152,16 @@ def test_derivatives_are_those_of_rows_brought_together(monkeypatch):
     (moe, weights), x = mixture("Mixtral"), draw(TOKENS, HIDDEN)
     loss = lambda weights, x: (moe(weights, x).astype(jnp.float32) ** 2).sum()
     run = lambda: jax.grad(loss, (0, 1))(weights, x)
-    wanted, plain = run(), few_tokens.FewTokens.of
+    wanted, plain = run(), MixtureLaunches.of
     seen = on_hopper(monkeypatch)
 
     def of(*args):
         """The general way goes on as on this machine."""
         found = plain(*args)
-        monkeypatch.setattr(few_tokens.device, "detect", lambda: Chip("cpu"))
+        monkeypatch.setattr(mixture_launches.device, "detect", lambda: Chip("cpu"))
         return found
 
-    monkeypatch.setattr(few_tokens.FewTokens, "of", of)
+    monkeypatch.setattr(MixtureLaunches, "of", of)
     for found, one in zip(jax.tree.leaves(run()), jax.tree.leaves(wanted), strict=True):
         assert np.abs(np.float32(found) - np.float32(one)).max() <= 0.05 * np.abs(np.float32(one)).max()
     assert seen
@@ -178,12 +183,28 @@ def test_other_mixtures_have_no_such_launches(monkeypatch, change):
         k: dict(kernel=jax.ShapeDtypeStruct(shapes[k]["kernel"].shape, jnp.bfloat16)) for k in ("gate", "up", "down")
     }
     x = jax.ShapeDtypeStruct((TOKENS, HIDDEN), jnp.bfloat16)
-    assert few_tokens.FewTokens.of(moe, weights, x, moe.num_experts) is None
+    assert MixtureLaunches.of(moe, weights, x, moe.num_experts) is None
+    plain = MoE(num_experts=EXPERTS, top_k=2, width=WIDTH)
+    weights = {name: dict(kernel=draw(*plain.weight_specs(HIDDEN)[name]["kernel"].shape)) for name in weights}
+    assert MixtureLaunches.of(plain, weights, x, EXPERTS) is not None
+
+
+SERVED = {
+    "num_experts", "top_k", "width", "activation", "clamp", "scores", "correction", "normalised", "least_sum", "factor",
+    "expert_scale", "float32_router", "router_norm", "router_bias", "bias",
+}  # fmt: skip
+REFUSED = {"groups", "top_groups", "group_best", "identity_experts", "jitter"}
+BESIDE = {"shared", "shared_gate"}  # not of the routed experts
+
+
+def test_every_option_of_a_mixture_is_served_or_refused():
+    """Who adds one decides in `MixtureLaunches.of`, and tests it here."""
+    assert {field.name for field in dataclasses.fields(MoE)} == SERVED | REFUSED | BESIDE
 
 
 def test_where_there_are_such_launches(monkeypatch):
     moe, weights = mixture("Mixtral")
-    plan = lambda weights, x: few_tokens.FewTokens.of(moe, weights, x, EXPERTS)
+    plan = lambda weights, x: MixtureLaunches.of(moe, weights, x, EXPERTS)
     of = lambda tokens, dtype="bfloat16": plan(weights, draw(tokens, HIDDEN, dtype=dtype))
     assert of(8) is None
     on_hopper(monkeypatch)

@@ -1,0 +1,41 @@
+"""Words of 32 bits in arrays, by their number: their addresses, and stores under a condition. A value is one number of
+each thread; addresses are i64 in GMEM and i32 in SMEM."""
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import ptx_sm90 as ptx
+
+
+def place(base, number):
+    """The address of a word in GMEM."""
+    return arith.addi(base, ptx.to_i64(ptx.mul(number, 4)))
+
+
+def shared_place(base, number):
+    """The address of a word in SMEM."""
+    return ptx.add(base, ptx.mul(number, 4))
+
+
+def store(base, number, condition, value, kind: str = "b32"):
+    """Stores a word in GMEM if the i32 `condition` is 1. kind: "f32" for a float."""
+    ptx.store_if(place(base, number), condition, value, kind=kind)
+
+
+def store_shared(base, number, condition, value):
+    """Stores a word in SMEM if the i32 `condition` is 1."""
+    ptx.store_if(shared_place(base, number), condition, value, space="shared")
+
+
+def ones(word):
+    """How many bits of a word are set."""
+    return ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
+
+
+def lower_lanes(lane):
+    """A word with the bits of the lanes before this one."""
+    return arith.subi(arith.shli(ptx.i32(1), lane), ptx.i32(1))
+
+
+def barrier():
+    """All threads of the CTA."""
+    ptx.asm("bar.sync 0;", "")
