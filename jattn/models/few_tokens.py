@@ -36,15 +36,23 @@ class FewTokens:
         is_hopper = device.detect().generation == "sm_90" and not is_partitioned()
         if not is_hopper or moe.scores not in KERNEL_SCORES or moe.groups > 1 or moe.identity_experts:
             return None
-        is_divided = moe.normalised or moe.scores == "softmax"
+        names = "gate", "up", "down"
+        kernels = gate, up, down = [weights[name]["kernel"] for name in names]
+        if any(kernel.shape[0] != count for kernel in kernels):  # `_routed_by_rows` raises an error then
+            return None
+        biases = [weights[name]["bias"].dtype for name in names] if moe.bias else []
+        if any(jnp.promote_types(x.dtype, dtype) != x.dtype for dtype in biases):  # the next launch takes that of x
+            return None
+        is_of_chosen = moe.scores == "softmax" and not moe.correction  # their sum is that of the softmax, at least 1 / E
+        least_sum = 0.0 if is_of_chosen else moe.least_sum
         choice = ChoiceConfig(
             tokens=x.shape[0], routes=moe.num_experts, top_k=moe.top_k, experts=count,
             scores=KERNEL_SCORES[moe.scores], has_correction=moe.correction,
-            least_sum=moe.least_sum if is_divided else None, factor=moe.factor, has_scale=moe.expert_scale,
+            least_sum=least_sum if moe.normalised or moe.scores == "softmax" else None, factor=moe.factor,
+            has_scale=moe.expert_scale,
         )  # fmt: skip
         if supports(choice):
             return None
-        gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
         launch = functools.partial(expert_few.config_of, tokens=x.shape[0], tiles=choice.tiles, dtype=x.dtype.name)
         config_of = functools.partial(launch, is_shared=True)
         together = config_of((gate, up)) if moe.is_plain_silu or are_alike((gate, up)) else None
@@ -56,7 +64,7 @@ class FewTokens:
     def with_derivative_of(self, other: Callable) -> Callable:
         """`routed`, differentiated by another function of the same arguments."""
         compute = jax.custom_jvp(self.routed)
-        compute.defjvp(lambda primals, tangents: (self.routed(*primals), jax.jvp(other, primals, tangents)[1]))
+        compute.defjvp(lambda primals, tangents: (compute(*primals), jax.jvp(other, primals, tangents)[1]))
         return compute
 
     def routed(
@@ -68,8 +76,8 @@ class FewTokens:
         found = expert_few.choose(
             self.moe.logits(router, x if routed_by is None else routed_by),
             number("correction", c.has_correction), number("expert_scale", c.has_scale),
-            jnp.ones(c.tokens, jnp.int32) if is_live is None else is_live.astype(jnp.int32),
-            jnp.asarray(first, jnp.int32).reshape(1), c,
+            jnp.ones(c.tokens, jnp.int32) if is_live is None else (is_live != 0).astype(jnp.int32),
+            jnp.asarray(first if c.experts < c.routes else 0, jnp.int32).reshape(1), c,
         )  # fmt: skip
         y = self._experts(weights, x, found)
         y = y.at[found.row.reshape(-1)].get(mode="fill", fill_value=0)  # 0: of an expert without a tile
