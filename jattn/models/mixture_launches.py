@@ -23,6 +23,21 @@ KERNEL_SCORES = {"softmax": "softmax_over_all", "softmax_over_all": "softmax_ove
 """By the scores of a MoE. A softmax over all logits, divided by the sum of the chosen, is one over the chosen."""
 
 
+def _choice_config(moe: Any, tokens: int, count: int) -> ChoiceConfig | None:
+    """The launch that chooses; None where there is none."""
+    is_hopper = device.detect().generation == "sm_90" and not is_partitioned()
+    if not is_hopper or moe.scores not in KERNEL_SCORES or moe.groups > 1 or moe.identity_experts:
+        return None
+    is_of_chosen = moe.scores == "softmax" and not moe.correction  # MoE has no least sum for it
+    is_divided = moe.normalised or moe.scores == "softmax"
+    config = ChoiceConfig(
+        tokens=tokens, routes=moe.num_experts, top_k=moe.top_k, experts=count, scores=KERNEL_SCORES[moe.scores],
+        has_correction=moe.correction, factor=moe.factor, has_scale=moe.expert_scale,
+        least_sum=(0.0 if is_of_chosen else moe.least_sum) if is_divided else None,
+    )  # fmt: skip
+    return None if supports(config) else config
+
+
 @dataclasses.dataclass(frozen=True)
 class MixtureLaunches:
     """The launches of a mixture."""
@@ -35,18 +50,16 @@ class MixtureLaunches:
     @classmethod
     def of(cls, moe: Any, weights: dict, x: jax.Array, count: int) -> "MixtureLaunches | None":
         """None where there are no such launches. count: the experts whose matrices `weights` has."""
-        is_hopper = device.detect().generation == "sm_90" and not is_partitioned()
-        if not is_hopper or moe.scores not in KERNEL_SCORES or moe.groups > 1 or moe.identity_experts:
+        names = "gate", "up", "down"
+        kernels = gate, up, down = [weights[name]["kernel"] for name in names]
+        choice = _choice_config(moe, x.shape[0], count)
+        if choice is None or any(
+            kernel.shape[0] != count for kernel in kernels
+        ):  # of which `_routed_by_rows` complains
             return None
-        is_divided = moe.normalised or moe.scores == "softmax"
-        choice = ChoiceConfig(
-            tokens=x.shape[0], routes=moe.num_experts, top_k=moe.top_k, experts=count,
-            scores=KERNEL_SCORES[moe.scores], has_correction=moe.correction,
-            least_sum=moe.least_sum if is_divided else None, factor=moe.factor, has_scale=moe.expert_scale,
-        )  # fmt: skip
-        if supports(choice):
+        biases = [weights[name]["bias"].dtype for name in names] if moe.bias else []
+        if any(jnp.promote_types(x.dtype, dtype) != x.dtype for dtype in biases):  # the next launch takes that of x
             return None
-        gate, up, down = (weights[name]["kernel"] for name in ("gate", "up", "down"))
         launch = functools.partial(
             mixture_products.config_of, tokens=x.shape[0], tiles=choice.tiles, dtype=x.dtype.name
         )
@@ -59,7 +72,7 @@ class MixtureLaunches:
     def with_derivative_of(self, other: Callable) -> Callable:
         """`routed`, differentiated by another function of the same arguments."""
         compute = jax.custom_jvp(self.routed)
-        compute.defjvp(lambda primals, tangents: (self.routed(*primals), jax.jvp(other, primals, tangents)[1]))
+        compute.defjvp(lambda primals, tangents: (compute(*primals), jax.jvp(other, primals, tangents)[1]))
         return compute
 
     def routed(
@@ -71,8 +84,8 @@ class MixtureLaunches:
         chosen = mixture_products.choose_experts(
             self.moe.logits(router, x if routed_by is None else routed_by),
             as_f32("correction", c.has_correction), as_f32("expert_scale", c.has_scale),
-            jnp.ones(c.tokens, jnp.int32) if is_live is None else is_live.astype(jnp.int32),
-            jnp.asarray(first, jnp.int32).reshape(1), c,
+            jnp.ones(c.tokens, jnp.int32) if is_live is None else (is_live != 0).astype(jnp.int32),
+            jnp.asarray(first if c.experts < c.routes else 0, jnp.int32).reshape(1), c,
         )  # fmt: skip
         y = self._experts(weights, x, chosen)
         y = y.at[chosen.row.reshape(-1)].get(mode="fill", fill_value=0)  # 0: of an expert without a tile

@@ -14,6 +14,7 @@ from jattn.models.mixture_launches import MixtureLaunches
 from jattn.nn.norm import Norm
 from jattn.ops import mixture_products
 from jattn.ops.quantised import QuantisedArray
+from pallas_kernels.gpu import expert_product_sm90, packed_sums_sm90
 from pallas_kernels.gpu.expert_choice_sm80 import ChosenExperts
 from tests.kernels.gpu.test_expert_choice import by_threads
 from tests.ops.test_experts import of_16_bits, stacked
@@ -50,11 +51,13 @@ def on_hopper(monkeypatch) -> list:
         return [keep(y) for y in each]
 
     def plain(x, matrices, tiles, config):
+        expert_product_sm90._check(config, x, matrices, tiles)
         is_used = (jnp.arange(config.tiles) < tiles[0, 0])[:, None, None]
         results = product(x, matrices, tiles[1:, 0], is_used, config)
         return jax.nn.silu(results[0]) * results[1] if len(results) == 2 else results[0]
 
     def packed(x, matrices, config, tiles):
+        packed_sums_sm90.check_operands(config, x, matrices, config.experts)
         form = dict(format=config.format, dtype=np.dtype(jnp.bfloat16))
         weights = [QuantisedArray(values=v, scales=s, zero_points=z, factor=f, **form) for v, s, z, f in matrices]
         assert tiles.shape == (config.tiles, 3)
@@ -140,6 +143,50 @@ def test_no_live_token_gives_zeros(monkeypatch):
     assert not np.asarray(moe(weights, x, is_live=jnp.zeros(TOKENS, bool)), np.float64).any()
 
 
+@pytest.mark.parametrize("is_live", [(-1, 0, 2, 0, 1), (0.5, 0.0, -2.0, 0.0, 1.0)], ids=["int32", "float32"])
+def test_what_is_not_zero_is_live(monkeypatch, is_live):
+    (moe, weights), x = mixture("Mixtral"), draw(TOKENS, HIDDEN)
+    run = lambda: moe(weights, x, is_live=jnp.array(is_live))
+    wanted, seen = run(), on_hopper(monkeypatch)
+    found = run()
+    close(found, wanted)
+    assert seen and np.asarray(found, bool).any(axis=1).tolist() == [True, False, True, False, True]
+
+
+def test_all_experts_begin_at_the_first(monkeypatch):
+    """Whatever `first` is: the router's experts are those of the matrices."""
+    (moe, weights), x = mixture("Mixtral"), draw(TOKENS, HIDDEN)
+    wanted, seen = moe(weights, x), on_hopper(monkeypatch)
+    for first, count in ((2, None), (-1, EXPERTS)):
+        close(moe.routed(weights, x, first, count), wanted)
+    assert len(seen) == 4
+
+
+def test_scores_of_chosen_logits_have_no_least_sum(monkeypatch):
+    """They add up to 1; over all logits they may not."""
+    _, weights = mixture("Mixtral")
+    x, options = draw(TOKENS, HIDDEN), dict(num_experts=EXPERTS, top_k=1, width=WIDTH, least_sum=1.0)
+    ways = [MoE(**options), MoE(**options, normalised=True), MoE(**options, scores="sigmoid", normalised=True)]
+    wanted, seen = [moe(weights, x) for moe in ways], on_hopper(monkeypatch)
+    for moe, y in zip(ways, wanted, strict=True):
+        close(moe(weights, x), y)
+    assert len(seen) == 6
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax_over_all"])
+def test_the_largest_logits_are_chosen_where_scores_are_equal(monkeypatch, scores):
+    """Scores are numbers of float32: sigmoids of 20 and 30 are 1, and shares of -200 and -300 are 0."""
+    moe = MoE(num_experts=EXPERTS, top_k=3, width=WIDTH, scores=scores, router_bias=True, float32_router=True)
+    bias = jnp.array([20.0, 30, 10, 40, 50, 25] if scores == "sigmoid" else [0.0, -300, -200, -400, -150, -250])
+    router, (_, weights), x = dict(kernel=jnp.zeros((HIDDEN, EXPERTS)), bias=bias), mixture("Mixtral"), draw(2, HIDDEN)
+    weights |= {"router": router}
+    wanted = [[4, 3, 1] if scores == "sigmoid" else [0, 4, 2]] * 2
+    assert np.asarray(moe._route(router, x)[0]).tolist() == wanted
+    y, seen = moe(weights, x), on_hopper(monkeypatch)
+    close(moe(weights, x), y)
+    assert seen
+
+
 def test_a_batch_of_mixtures_and_what_the_router_reads(monkeypatch):
     (moe, weights), xs, by = mixture("Qwen3"), draw(3, TOKENS, HIDDEN), draw(TOKENS, HIDDEN, size=2.0)
     run = lambda: jax.vmap(lambda x: moe(weights, x, routed_by=by))(xs)
@@ -148,10 +195,12 @@ def test_a_batch_of_mixtures_and_what_the_router_reads(monkeypatch):
     assert seen
 
 
-def test_derivatives_are_those_of_rows_brought_together(monkeypatch):
+@pytest.mark.parametrize("order", [1, 2])
+def test_derivatives_are_those_of_rows_brought_together(monkeypatch, order):
     (moe, weights), x = mixture("Mixtral"), draw(TOKENS, HIDDEN)
     loss = lambda weights, x: (moe(weights, x).astype(jnp.float32) ** 2).sum()
-    run = lambda: jax.grad(loss, (0, 1))(weights, x)
+    slope = lambda weights, x: (jax.grad(loss, 1)(weights, x).astype(jnp.float32) ** 2).sum()
+    run = lambda: jax.grad(loss if order == 1 else slope, (0, 1))(weights, x)
     wanted, plain = run(), MixtureLaunches.of
     seen = on_hopper(monkeypatch)
 
@@ -214,6 +263,11 @@ def test_where_there_are_such_launches(monkeypatch):
         mixed = weights | {name: mixture("Mixtral", "int4")[1][name]}
         found = plan(mixed, draw(4, HIDDEN))
         assert found is not None and len(found.gate_up) == (1 if down else 2)
+    assert MixtureLaunches.of(moe, weights, draw(4, HIDDEN), 3) is None  # the general way says what is wrong
+    for dtype in ("float32", "float16"):  # of a bias, so that sums are of float32
+        biased = mixture("gpt-oss")
+        biased[1]["up"]["bias"] = biased[1]["up"]["bias"].astype(dtype)
+        assert MixtureLaunches.of(*biased, draw(4, HIDDEN), EXPERTS) is None
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         assert of(4) is None
