@@ -263,7 +263,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.across not in (1, 2, 4, 8, 16) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
     refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")
     refuse(c.has_full_tiles and not c.experts, "full tiles: only those of experts are padded")
-    refuse(c.tokens > 0 and not c.has_full_tiles, f"{c.tokens} tokens of every tile: wanted full tiles")
+    refuse(c.tokens != 0 and not c.has_full_tiles, f"{c.tokens} tokens of every tile: wanted full tiles")
     if c.has_full_tiles and c.experts:
         refuse(c.rows % c.tile_rows != 0, f"{c.rows} rows of full tiles: wanted a multiple of {c.tile_rows}")
         refuse(not 0 <= c.tokens <= c.tile_rows, f"{c.tokens} tokens: wanted at most {c.tile_rows}, or 0")

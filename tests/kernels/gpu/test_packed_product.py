@@ -272,6 +272,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(across=1, along=4, splits=8), "32 parts of 8 steps"),
         (dict(has_full_tiles=True), "full tiles: only those of experts"),
         (dict(tokens=2), "2 tokens of every tile: wanted full tiles"),
+        (dict(tokens=-2), "-2 tokens of every tile: wanted full tiles"),
         (dict(has_full_tiles=True, experts=2, rows=12, most_rows=8), "12 rows of full tiles: wanted a multiple of 8"),
         (dict(has_full_tiles=True, experts=2, rows=16, most_rows=8, tokens=9), "9 tokens: wanted at most 8, or 0"),
         (dict(format="int2"), "format int2: wanted one of int8, fp8, int4, fp4"),
