@@ -77,6 +77,12 @@ class Arith:
         sge, ne = np.greater_equal, np.not_equal
 
 
+def _less(a, b):
+    """Of numbers with a sign, which a load does not know."""
+    signed = lambda x: x.view(np.int32) if x.dtype == np.uint32 else x
+    return signed(a) < signed(b)
+
+
 class Machine:
     """Threads, and one byte array for both memories: addresses are offsets into it."""
 
@@ -405,7 +411,7 @@ def emulated(module, machine: Machine):
         mock.patch.object(ptx, "to_i64", lambda x: x.astype(np.int64)),
         mock.patch.object(ptx, "to_u64", lambda x: x.astype(np.int64) & 0xFFFFFFFF),
         mock.patch.object(ptx, "scalar_value", lambda x: np.broadcast_to(x, machine.lane.shape)),
-        mock.patch.object(ptx, "pointer", lambda ref, space: ref), mock.patch.object(ptx, "less", np.less),
+        mock.patch.object(ptx, "pointer", lambda ref, space: ref), mock.patch.object(ptx, "less", _less),
         mock.patch.object(ptx, "equal", np.equal), mock.patch.object(ptx, "bool_to_i32", lambda x: x.astype(np.int32)),
         mock.patch.object(ptx, "asm", lambda text, _, *args, **kw: assembled(0, text, *args)),
         mock.patch.object(ptx, "asm_value", one),
