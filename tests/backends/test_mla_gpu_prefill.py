@@ -83,7 +83,10 @@ def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
     patches = dict(LARGE_WINDOW=16, SMALL_WINDOW=2, _project=counted)
     q = jnp.zeros((queries, 4, 96), jnp.bfloat16)
     with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
-        state = projected_prefill(plain.impl._latent, q, plain.empty_cache(), plain.build(meta), params)
+        step = jax.jit(
+            lambda q, cache, meta: projected_prefill(plain.impl._latent, q, cache, plain.build(meta), params)
+        )
+        state = step(q, plain.empty_cache(), meta)
         jax.block_until_ready(state)
         jax.effects_barrier()
     assert sum(rows for rows in seen if rows >= size) == projected * size, "new tokens have small pages of their own"
