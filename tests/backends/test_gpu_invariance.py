@@ -76,4 +76,4 @@ def test_levels_of_keys_are_refused():
     meta = jattn.CommonAttentionMetadata.from_lengths([1], [3], [[0]], 16)
     with pytest.raises(jattn.UnsupportedError, match="not batch-invariant"):
         attn.build_cascade([meta, meta])
-    assert not attn.build(meta, common_prefix_len=3).shared
+    assert not jax.eval_shape(lambda meta: attn.build(meta, common_prefix_len=3), meta).shared
