@@ -462,8 +462,8 @@ def taken_of(config, attending, monkeypatch, **batch) -> bool:
         raise StopIteration
 
     monkeypatch.setattr(taken, "attending", stop)
-    with pytest.raises(StopIteration):
-        decode_step(config, params_of(config), "pallas_gpu", **batch)
+    with pytest.raises(StopIteration):  # traced, as by a server, and not computed
+        jax.eval_shape(lambda: decode_step(config, params_of(config), "pallas_gpu", **batch))
     return seen[0]
 
 
