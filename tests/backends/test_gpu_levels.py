@@ -1,6 +1,7 @@
 """`pallas_gpu` with keys in levels: its numbers, interpreted, beside a witness; what it refuses; its launches."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -82,6 +83,11 @@ class Shared:
         assert (out[count:] == 0).all() and np.isneginf(lse[count:]).all()
 
 
+def planned(attn: jattn.PagedAttention, meta, **options):
+    """The plan of a batch by one program; without jit it would be more than a hundred."""
+    return jax.jit(functools.partial(attn.build, **options))(meta)
+
+
 @INTERPRETS
 def test_a_shared_prefix_is_attention_by_its_definition():
     """Of a prefix of 37 tokens the whole blocks are shared."""
@@ -131,7 +137,7 @@ def test_the_shared_level_holds_every_query_and_the_rest_its_own_keys():
 def test_tokens_that_a_request_has_not_computed_are_not_shared():
     """A prefix of 32 tokens of which request 0 computes the last one now: its query must not see later ones."""
     meta = jattn.CommonAttentionMetadata.from_lengths([1, 1], [32, 40], [[1, 2, 0], [1, 2, 3]], SIZE)
-    plan = Shared().attn().build(meta, common_prefix_len=32)
+    plan = planned(Shared().attn(), meta, common_prefix_len=32)
     assert plan.shared[0].common.seq_lens.tolist() == [16]
     np.testing.assert_array_equal(plan.common.seq_lens, [16, 24])
 
@@ -139,7 +145,7 @@ def test_tokens_that_a_request_has_not_computed_are_not_shared():
 def test_a_batch_says_its_prefix_as_an_array_until_its_blocks_change():
     batch = Shared()
     attn, meta = batch.attn(), batch.meta.replace(common_prefix_len=np.int32(SHARED))
-    ours, wanted = attn.build(meta), attn.build(batch.meta, common_prefix_len=SHARED)
+    ours, wanted = planned(attn, meta), planned(attn, batch.meta, common_prefix_len=SHARED)
     for level, other in ((ours, wanted), (ours.shared[0], wanted.shared[0])):
         np.testing.assert_array_equal(level.common.seq_lens, other.common.seq_lens)
         np.testing.assert_array_equal(level.block_table, other.block_table)
@@ -150,15 +156,16 @@ def test_a_batch_says_its_prefix_as_an_array_until_its_blocks_change():
         assert first.common.seq_lens.tolist() == [keys]
     assert build._cache_size() == 1
     assert meta.replace(block_table=meta.block_table).common_prefix_len is None
-    assert attn.build(meta.replace(block_table=meta.block_table)).shared == ()
-    assert attn.build(meta, fast_build=True).shared == ()
+    assert jax.eval_shape(attn.build, meta.replace(block_table=meta.block_table)).shared == ()
+    assert jax.eval_shape(functools.partial(attn.build, fast_build=True), meta).shared == ()
     assert attn.builder.shares_prefixes and not batch.attn(sliding_window=9).builder.shares_prefixes
 
 
 def test_a_layer_with_positions_computes_the_flat_batch_and_refuses_levels():
     batch = Shared()
-    assert batch.attn(sliding_window=9).build(batch.meta, common_prefix_len=32).shared == ()
-    assert batch.attn().build(batch.meta, common_prefix_len=32, fast_build=True).shared == ()
+    for layer, options in (batch.attn(sliding_window=9), {}), (batch.attn(), dict(fast_build=True)):
+        plan = functools.partial(layer.build, common_prefix_len=32, **options)
+        assert jax.eval_shape(plan, batch.meta).shared == ()
     spec = dataclasses.replace(batch.spec, sliding_window=9, has_alibi=True)
     with pytest.raises(jattn.UnsupportedError) as refusal:
         jattn.PagedAttention(spec, batch.cache_spec, "pallas_gpu", HOPPER, needs=(Feature.CASCADE,))
@@ -171,7 +178,7 @@ def test_a_layer_with_positions_computes_the_flat_batch_and_refuses_levels():
 def test_each_layer_of_a_pool_has_its_blocks_in_every_level_and_tables_are_not_exchanged():
     batch = Shared()
     attn = batch.attn()
-    plan = attn.build(batch.meta, common_prefix_len=32)
+    plan = planned(attn, batch.meta, common_prefix_len=32)
     layer = attn.for_layer(plan, 1, 20)
     for ours, old in ((layer, plan), (layer.shared[0], plan.shared[0])):
         np.testing.assert_array_equal(ours.block_table, old.block_table + 20)

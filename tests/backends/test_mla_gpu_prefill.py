@@ -57,7 +57,8 @@ def test_a_long_prompt_is_attention_by_its_definition(name):
         rows = tuple(jnp.asarray(np.pad(x[new], ((0, 5), (0, 0)), constant_values=np.nan)) for x in (kv_c * 0.5, k_pe))
     patches = dict(WINDOW_BYTES=window, SMALL_WINDOW=small, JOINED=joined)
     with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
-        state = projected_prefill(written.impl._latent, jnp.asarray(q), cache, m, params, rows)
+        step = jax.jit(lambda *operands: projected_prefill(written.impl._latent, *operands))
+        state = step(jnp.asarray(q), cache, m, params, rows)
     out, lse = np.asarray(state.out, np.float64), np.asarray(state.lse)
     split = np.split(kv_c * 0.5, ends[:-1]), np.split(k_pe, ends[:-1])
     proj = normal(1, 128, 4, 80) / 12
@@ -83,7 +84,10 @@ def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
     patches = dict(LARGE_WINDOW=16, SMALL_WINDOW=2, _project=counted)
     q = jnp.zeros((queries, 4, 96), jnp.bfloat16)
     with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
-        state = projected_prefill(plain.impl._latent, q, plain.empty_cache(), plain.build(meta), params)
+        step = jax.jit(
+            lambda q, cache, meta: projected_prefill(plain.impl._latent, q, cache, plain.build(meta), params)
+        )
+        state = step(q, plain.empty_cache(), meta)
         jax.block_until_ready(state)
         jax.effects_barrier()
     assert sum(rows for rows in seen if rows >= size) == projected * size, "new tokens have small pages of their own"

@@ -60,8 +60,9 @@ def test_refuses_with_the_reason_and_auto_takes_another(name):
 
 def test_new_tokens_are_materialised_in_a_batch_that_may_have_a_long_prompt():
     """Where a layer's mask and logits do not depend on positions, beyond causality."""
-    build = lambda n, spec=DEEPSEEK: MLAAttention(spec, mla_cache_spec(spec, 8, 128), platform=V6E).build(
-        jattn.CommonAttentionMetadata.from_lengths([n], [n + 7], [[0, 1, 2, 3]], 128)
+    build = lambda n, spec=DEEPSEEK: jax.eval_shape(
+        MLAAttention(spec, mla_cache_spec(spec, 8, 128), platform=V6E).build,
+        jattn.CommonAttentionMetadata.from_lengths([n], [n + 7], [[0, 1, 2, 3]], 128),
     )
     assert DEEPSEEK.mha_threshold == 170
     assert build(341).new_tokens is not None and build(340).new_tokens is None

@@ -58,7 +58,7 @@ def config_of(family: str, **changes) -> models.ModelConfig:
 
 
 def params_of(config, dtype=ml_dtypes.bfloat16):
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), examples.params_of(config))
+    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, dtype)), examples.params_of(config))
 
 
 def formulas(launches, a, x, weights, scales, counters, config, keys=(), biases=()):
@@ -105,14 +105,18 @@ def on_chip(monkeypatch, generation="sm_90", processors=132):
     monkeypatch.setattr(op, "device", chip)
 
 
-def steps(config, params, logits_at=None, mesh=None):
+STEPS = (64, 64, 64), (1, 1, 65), (5, 3, 68)  # tokens, of which are new, and all of the request; the others are padding
+
+
+def steps(config, params, logits_at=None, mesh=None, sizes=STEPS):
     """f32 logits of steps of 64, 1 and 5 tokens; in the last, two of them are padding."""
     page, rng, found = 16, np.random.default_rng(3), []
     tables = [rng.permutation(8)[None].astype(np.int32) for _ in config.cache_groups]
     caches = config.make_caches(8, page, params["embed"].dtype)
     step = jax.jit(functools.partial(models.forward, config, backend="sdpa", model_mesh=mesh))
-    for size, new, length in ((64, 64, 64), (1, 1, 65), (5, 3, 68)):
-        ids = rng.integers(0, config.vocab_size, size).astype(np.int32)
+    every = rng.integers(0, config.vocab_size, 70).astype(np.int32)
+    for size, new, length in sizes:
+        ids = every[length - new :][:size]
         metas = tuple(
             jattn.CommonAttentionMetadata.from_lengths([new], [length], table, page, num_tokens=size)
             for table in tables
@@ -135,8 +139,9 @@ def test_the_launches_give_the_logits_of_the_layers_one_by_one(family, hopper, m
     assert count == 3 * len(config.layers)
     assert [c.rows for c in hopper[:: len(config.layers)]] == [64, 1, 5]
     on_chip(monkeypatch, "sm_80")
-    wanted = steps(config, params)
-    exact = steps(config, jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    whole = dict(sizes=[(68, 68, 68)])  # all tokens in one step: one program
+    wanted = steps(config, params, **whole)
+    exact = steps(config, jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float32)), params), **whole)
     assert len(hopper) == count
     assert np.isfinite(found).all() and not np.array_equal(found, wanted)
     assert far(found, exact) < 1.2 * far(wanted, exact) + 1e-3 < 0.05
@@ -457,8 +462,8 @@ def taken_of(config, attending, monkeypatch, **batch) -> bool:
         raise StopIteration
 
     monkeypatch.setattr(taken, "attending", stop)
-    with pytest.raises(StopIteration):
-        decode_step(config, params_of(config), "pallas_gpu", **batch)
+    with pytest.raises(StopIteration):  # traced, as by a server, and not computed
+        jax.eval_shape(lambda: decode_step(config, params_of(config), "pallas_gpu", **batch))
     return seen[0]
 
 

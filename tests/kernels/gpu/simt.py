@@ -92,20 +92,29 @@ class Machine:
 
     def load(self, place, kind, mask=None):
         place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
-        size, out = np.dtype(kind).itemsize, np.zeros(self.lane.shape, kind)
-        for i in np.flatnonzero(np.ones(self.lane.shape, bool) if mask is None else mask):
-            assert place[i] % size == 0
-            out[i] = self.memory[place[i] : place[i] + size].view(kind)[0]
+        mask = np.ones(self.lane.shape, bool) if mask is None else mask
+        out = np.zeros(self.lane.shape, kind)
+        out[mask] = self._elements(kind)[self._number_of(place[mask], out.itemsize)]
         return out
 
     def store(self, place, values, mask):
-        """Words of one thread, one after the other."""
+        """Words of one thread, one after the other: where two threads store, the last one's stays."""
         place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
-        for i in np.flatnonzero(mask):
-            for k, value in enumerate(values):
-                word = np.broadcast_to(value, self.lane.shape)[i : i + 1]
-                assert word.dtype.itemsize == 4 and place[i] % (4 * len(values)) == 0
-                self.memory[place[i] + 4 * k : place[i] + 4 * k + 4] = word.view(np.uint8)
+        words = [np.broadcast_to(value, self.lane.shape) for value in values]
+        assert all(word.dtype.itemsize == 4 for word in words)
+        words = np.stack([np.ascontiguousarray(word).view(np.uint32) for word in words], 1)[mask]
+        first = self._number_of(place[mask], 4 * len(values)) * len(values)
+        self._elements(np.uint32)[first[:, None] + np.arange(len(values))] = words
+
+    def _elements(self, kind) -> np.ndarray:
+        """The memory as whole elements."""
+        size = np.dtype(kind).itemsize
+        return self.memory[: len(self.memory) // size * size].view(kind)
+
+    def _number_of(self, place, size: int) -> np.ndarray:
+        """The number of the element, of so many bytes, at each address."""
+        assert (place >= 0).all() and (place % size == 0).all()
+        return place // size
 
     def run(self, text: str, *args):
         """Executes PTX whose operands are $0, $1, ... (outputs first); returns the outputs."""

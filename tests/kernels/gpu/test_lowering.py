@@ -171,7 +171,7 @@ def test_the_door_checks_shapes_and_options():
     config = make_config(**BASE)
     q, pool = jnp.zeros((4, 32, 128), jnp.bfloat16), jnp.zeros((2, 8, 16, 128), jnp.bfloat16)
     table = jnp.zeros((1, 2), jnp.int32)
-    work = build_work_list(jnp.array([0, 4]), jnp.array([4]), 4, config)
+    work = jax.jit(build_work_list, static_argnums=(2, 3))(jnp.array([0, 4]), jnp.array([4]), 4, config)
     with pytest.raises(ValueError, match="k_pages is"):
         ragged_paged_attention(q, pool[:, :4], pool, table, work, config)
     with pytest.raises(ValueError, match="sinks given"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,7 +23,8 @@ def work_of(case, config: TpuKernelConfig, pad: int = 3):
     """(work list, packed tokens, fields [name] -> i32[tiles])."""
     starts = np.concatenate([[0], np.cumsum(case.query_lens)]).astype(np.int32)
     tokens = case.num_tokens + pad
-    work = work_list.build_work_list(starts, np.asarray(case.seq_lens, np.int32), tokens, config)
+    build = jax.jit(work_list.build_work_list, static_argnums=(2, 3))  # one program, not a hundred
+    work = build(starts, np.asarray(case.seq_lens, np.int32), tokens, config)
     items = np.asarray(work.items).reshape(len(FIELDS), -1)[:, : int(work.count[0])]
     return work, tokens, dict(zip(FIELDS, items, strict=True))
 
@@ -37,7 +39,9 @@ def test_the_lse_of_rows_comes_back_to_tokens_and_padding_gets_minus_infinity(na
     for token, number, first in zip(*(fields[key] for key in ("token", "tokens", "pack")), strict=True):
         rows = want[token : token + number].reshape(number, 2, ratio).swapaxes(1, 2).reshape(-1, 2)
         written[first * pack :][: len(rows), :2] = rows
-    back = work_list.lse_of_tokens(jnp.asarray(written).reshape(packs, pack, lanes), work, config)
+    back = jax.jit(work_list.lse_of_tokens, static_argnums=2)(
+        jnp.asarray(written).reshape(packs, pack, lanes), work, config
+    )
     live = CASES[name].num_tokens
     np.testing.assert_array_equal(back[:live], want[:live])
     assert np.isneginf(back[live:]).all()
