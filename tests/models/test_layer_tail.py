@@ -139,8 +139,8 @@ def test_the_launches_give_the_logits_of_the_layers_one_by_one(family, hopper, m
     assert count == 3 * len(config.layers)
     assert [c.rows for c in hopper[:: len(config.layers)]] == [64, 1, 5]
     on_chip(monkeypatch, "sm_80")
+    wanted = steps(config, params)
     whole = dict(sizes=[(68, 68, 68)])  # all tokens in one step: one program
-    wanted = steps(config, params, **whole)
     exact = steps(config, jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float32)), params), **whole)
     assert len(hopper) == count
     assert np.isfinite(found).all() and not np.array_equal(found, wanted)
