@@ -131,9 +131,27 @@ def far(a, b) -> float:
     return np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)
 
 
-@pytest.mark.parametrize("family", SERVED)
+def with_every_part(config: models.ModelConfig) -> models.ModelConfig:
+    """Norms before and after, each another one, factors and biases in each layer."""
+
+    def norms(old, factor):
+        of = lambda norm, eps: dataclasses.replace(norm, eps=factor * eps)
+        return dataclasses.replace(old, factor=factor, before=of(old.before, 10.0), after=of(old.after, 1.0))
+
+    layers = tuple(
+        dataclasses.replace(
+            layer, attn_norms=norms(layer.attn_norms, 0.6), mlp_norms=norms(layer.mlp_norms, 0.3),
+            mlp=dataclasses.replace(layer.mlp, bias=True),
+            self_attn=dataclasses.replace(layer.self_attn, qkv_bias=True, out_bias=True),
+        )
+        for layer in config.layers
+    )  # fmt: skip
+    return dataclasses.replace(config, layers=layers)
+
+
+@pytest.mark.parametrize("family", ["all parts", *SERVED])
 def test_the_launches_give_the_logits_of_the_layers_one_by_one(family, hopper, monkeypatch):
-    config = config_of(family)
+    config = with_every_part(config_of("gemma2")) if family == "all parts" else config_of(family)
     params = params_of(config)
     found, count = steps(config, params), len(hopper)
     assert count == 3 * len(config.layers)
