@@ -53,9 +53,7 @@ class MixtureLaunches:
         names = "gate", "up", "down"
         kernels = gate, up, down = [weights[name]["kernel"] for name in names]
         choice = _choice_config(moe, x.shape[0], count)
-        if choice is None or any(
-            kernel.shape[0] != count for kernel in kernels
-        ):  # of which `_routed_by_rows` complains
+        if choice is None or {kernel.shape[0] for kernel in kernels} != {count}:  # `MoE.routed` refuses others
             return None
         biases = [weights[name]["bias"].dtype for name in names] if moe.bias else []
         if any(jnp.promote_types(x.dtype, dtype) != x.dtype for dtype in biases):  # the next launch takes that of x
