@@ -10,7 +10,6 @@ no copies; the rows of tokens that did not choose the expert are computed and no
 
 import dataclasses
 import functools
-import math
 from typing import NamedTuple
 
 import jax
@@ -31,7 +30,6 @@ WARPGROUPS = TILE_ROWS // 4  # a warp for each token
 THREADS = 128 * WARPGROUPS
 MOST_EXPERTS = 512  # of which a lane has every 32nd
 SCORES = "softmax_over_all", "sigmoid"
-_LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,17 +215,17 @@ def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_toke
         shift = functools.reduce(ptx.fmax, logits)
         for distance in (16, 8, 4, 2, 1):
             shift = ptx.fmax(shift, ptx.shuffle_xor(shift, distance))
-        power = lambda logit: _exponential(arith.subf(logit, shift))
+        power = lambda logit: ptx.exp(arith.subf(logit, shift))
         total = _sum_over_warp(functools.reduce(arith.addf, map(power, logits)))
         score_of = lambda logit: ptx.divide(power(logit), total)
     else:
         one = ptx.f32(1.0)
-        score_of = lambda logit: ptx.divide(one, arith.addf(one, _exponential(arith.subf(ptx.f32(0.0), logit))))
+        score_of = lambda logit: ptx.divide(one, arith.addf(one, ptx.exp(arith.subf(ptx.f32(0.0), logit))))
     ranks = logits  # scores have the same order
     if c.has_correction:
         terms = [_load(operands.correction, number, there) for number, there in zip(numbers, is_expert, strict=True)]
         ranks = [arith.addf(score_of(logit), term) for logit, term in zip(logits, terms, strict=True)]
-    keys = [arith.select(there, _ordered(x), ptx.i32(0)) for x, there in zip(ranks, is_expert, strict=True)]
+    keys = [arith.select(there, words.ordered(x), ptx.i32(0)) for x, there in zip(ranks, is_expert, strict=True)]
     own = _largest(c.top_k, keys, numbers, lane)
     is_choice = arith.andi(is_token, ptx.less(lane, ptx.i32(c.top_k)))
     score = score_of(_load(operands.logits, at(own), is_choice))
@@ -254,16 +252,6 @@ def _largest(count: int, keys: list, numbers: list, lane):
         return keys, arith.select(ptx.equal(lane, i), found, own)
 
     return control.loop(ptx.i32(count), (keys, ptx.i32(0)), turn)[1]
-
-
-def _ordered(x):
-    """i32 whose order, as a number without a sign, is that of the floats; more than 0 but for one NaN."""
-    bits = ptx.asm_value("mov.b32 $0, $1;", "=r,f", x, pure=True)
-    return arith.xori(bits, arith.ori(arith.shrsi(bits, ptx.i32(31)), ptx.i32(-(2**31))))
-
-
-def _exponential(x):
-    return ptx.exp2(arith.mulf(x, ptx.f32(_LOG2E)))
 
 
 def _greater_of(x, least: float):

@@ -1,6 +1,7 @@
 """Scalars and single PTX instructions inside a Mosaic GPU kernel. A value is one number of each thread."""
 
 import inspect
+import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -154,6 +155,10 @@ def fmax(a, b):
 
 def exp2(x):
     return asm_value("ex2.approx.ftz.f32 $0, $1;", "=f,f", x, pure=True)
+
+
+def exp(x):
+    return exp2(arith.mulf(x, f32(math.log2(math.e))))
 
 
 def log2(x):

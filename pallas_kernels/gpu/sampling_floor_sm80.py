@@ -27,6 +27,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import ptx_sm90 as ptx
+from pallas_kernels.gpu import words_sm80 as words
 
 WARPGROUPS = 4
 WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
@@ -36,7 +37,6 @@ HALF_BIN = 1.0025  # at least exp(0.5 / BINS_PER_NAT) = 1.00196 and the rounding
 LISTED = 512  # logits of a warp's list at most
 MOST_CANDIDATES = WARPS * LISTED // 2  # of all lists: warps do not have equally many
 _BINS_OF_THREAD = BINS // THREADS
-_LOG2E = math.log2(math.e)
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 plus 2**23 has been rounded to an integer, in its low bits
 _SIGN = -(2**31)  # the bit, as i32; as ordered bits the number 0
 _LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.f32 $0, [$1]; }"
@@ -60,7 +60,7 @@ def sampling_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax
     scaled, top_k, top_p = scaled.astype(jnp.float32), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32)
 
     def sampling_floor(*refs):  # the kernel's name in a profile
-        shapes = [plgpu.SMEM((words,), jnp.int32) for words in shared_words()]
+        shapes = [plgpu.SMEM((size,), jnp.int32) for size in shared_words()]
         pl.run_scoped(functools.partial(_warpgroup, vocab, refs), *shapes, collective_axes="wg")
 
     mesh = plgpu.Mesh(grid=(rows,), grid_names=("row",), num_threads=WARPGROUPS, thread_name="wg")
@@ -135,7 +135,7 @@ def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
         kth = _largest(row, candidates, last, lambda count, _: _not(ptx.less(count, top_k)))
         count, mass = _from_key(row, candidates, ptx.add(kth, ptx.i32(1)))
         ties = _to_float(arith.subi(top_k, count))
-        return kth, arith.mulf(top_p, ptx.fma(ties, _exponential(_logit(kth)), mass))
+        return kth, arith.mulf(top_p, ptx.fma(ties, ptx.exp(_logit(kth)), mass))
 
     kth, needed = control.where(has_top_k, by_top_k, (ptx.i32(0), needed))
     is_reached = lambda _, mass: _not(_greater(needed, arith.addf(before, mass)))
@@ -151,7 +151,7 @@ def _fill_bins(row: _Row):
     mine = ptx.add(row.bins, ptx.mul(row.thread, 4 * _BINS_OF_THREAD))
     for at in range(0, 4 * _BINS_OF_THREAD, 16):
         ptx.asm(f"st.shared.v4.b32 [$0+{at}], {{$1, $1, $1, $1}};", "r,r", mine, ptx.i32(0))
-    _barrier()
+    words.barrier()
 
     def count(values, sums):
         finite, total = sums
@@ -159,7 +159,7 @@ def _fill_bins(row: _Row):
             finite = ptx.add(finite, ptx.bool_to_i32(_is_finite(x)))
             number = _bin(x)
             place, inside = ptx.add(row.bins, ptx.mul(number, 4)), ptx.less(number, ptx.i32(BINS))
-            total = arith.addf(total, arith.select(inside, _exponential(x), ptx.f32(0.0)))
+            total = arith.addf(total, arith.select(inside, ptx.exp(x), ptx.f32(0.0)))
             ptx.asm(_COUNT, "r,r", place, ptx.bool_to_i32(inside))
         return finite, total
 
@@ -207,7 +207,7 @@ def _sums_of_bins(row: _Row) -> list:
 def _masses_of_bins(row: _Row, counts) -> list:
     """About the sum of the exponentials in each of the thread's bins."""
     number = ptx.mul(row.thread, _BINS_OF_THREAD)
-    weight = _exponential(arith.mulf(_to_float(number), ptx.f32(-1 / BINS_PER_NAT)))
+    weight = ptx.exp(arith.mulf(_to_float(number), ptx.f32(-1 / BINS_PER_NAT)))
     factors = [ptx.f32(math.exp(-i / BINS_PER_NAT)) for i in range(_BINS_OF_THREAD)]
     return [arith.mulf(arith.mulf(_to_float(n), weight), f) for n, f in zip(counts, factors, strict=True)]
 
@@ -238,7 +238,7 @@ def _narrowed(row: _Row, first, last, needed):
         def add(values, mass):
             for x in values:
                 inside = _not(ptx.less(middle, _bin(x)))
-                mass = arith.addf(mass, arith.select(inside, _exponential(x), ptx.f32(0.0)))
+                mass = arith.addf(mass, arith.select(inside, ptx.exp(x), ptx.f32(0.0)))
             return mass
 
         (mass,) = _over_cta(row, [_each_logit(row, add, ptx.f32(0.0))], [arith.addf])
@@ -274,7 +274,7 @@ def _fill_lists(row: _Row, first, last):
         before, count = carry
         chosen = []
         for x in values:
-            number, weight = _bin(x), _exponential(x)
+            number, weight = _bin(x), ptx.exp(x)
             is_before = ptx.less(number, first)
             before = arith.addf(before, arith.select(is_before, weight, ptx.f32(0.0)))
             chosen.append(_all(_is_finite(x), _is_between(number, first, last)))
@@ -302,12 +302,11 @@ def _candidates(row: _Row, is_row, count):
 
 def _append(row: _Row, count, x, is_chosen):
     """Adds the logits of the lanes with `is_chosen` to the warp's list of `count`. Returns its new count."""
-    votes, ones = _votes(is_chosen), lambda word: ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
-    lower_lanes = arith.subi(arith.shli(ptx.i32(1), row.lane), ptx.i32(1))
-    place = ptx.add(count, ones(arith.andi(votes, lower_lanes)))
+    votes = _votes(is_chosen)
+    place = ptx.add(count, words.ones(arith.andi(votes, words.lower_lanes(row.lane))))
     fits = ptx.bool_to_i32(_all(is_chosen, ptx.less(place, ptx.i32(LISTED))))
     ptx.store_if(ptx.add(_own_list(row), ptx.mul(place, 4)), fits, x, kind="f32", space="shared")
-    return ptx.add(count, ones(votes))
+    return ptx.add(count, words.ones(votes))
 
 
 def _votes(condition):
@@ -374,7 +373,7 @@ def _from_key(row: _Row, candidates: _Candidates, least):
 
     def step(x, there, sums):
         is_counted = _all(there, _not(ptx.less_unsigned(_ordered_bits(x), least)))
-        weight = arith.select(is_counted, _exponential(x), ptx.f32(0.0))
+        weight = arith.select(is_counted, ptx.exp(x), ptx.f32(0.0))
         return ptx.add(sums[0], ptx.bool_to_i32(is_counted)), arith.addf(sums[1], weight)
 
     sums = _each_candidate(candidates, step, (ptx.i32(0), ptx.f32(0.0)))
@@ -418,7 +417,7 @@ def _exchange(row: _Row, values, is_sender) -> list:
         kind = "f" if _is_float(x) else "r"
         text = f"{{ .reg .pred p; setp.ne.u32 p, $1, 0; @p st.shared.b32 [$0+{4 * WARPS * i}], $2; }}"
         ptx.asm(text, f"r,r,{kind}", place, is_sender, x)
-    _barrier()
+    words.barrier()
     received = []
     for i, x in enumerate(values):
         kind, parts = "f" if _is_float(x) else "r", []
@@ -426,24 +425,19 @@ def _exchange(row: _Row, values, is_sender) -> list:
             text = f"ld.shared.v4.{'f32' if kind == 'f' else 'b32'} {{$0, $1, $2, $3}}, [$4+{at}];"
             parts += ptx.asm_values(text, f"={kind},={kind},={kind},={kind},r", 4, row.sums)
         received.append(parts)
-    _barrier()
+    words.barrier()
     return received
 
 
 def _bin(x):
     """The bin of a logit; BINS: below all of them, and what is not a number."""
-    number = _as_word(ptx.fma(x, ptx.f32(-BINS_PER_NAT), ptx.f32(_MAGIC)))
+    number = words.of_float(ptx.fma(x, ptx.f32(-BINS_PER_NAT), ptx.f32(_MAGIC)))
     return arith.minui(arith.subi(number, ptx.i32(_MAGIC_BITS)), ptx.i32(BINS))
-
-
-def _exponential(x):
-    return ptx.exp2(arith.mulf(x, ptx.f32(_LOG2E)))
 
 
 def _ordered_bits(x):
     """As in jattn/engine/sampling_floor.py: -0 becomes 0; then the sign, or all bits of a negative one, are flipped."""
-    word = _as_word(arith.addf(x, ptx.f32(0.0)))
-    return arith.xori(word, arith.ori(arith.shrsi(word, ptx.i32(31)), ptx.i32(_SIGN)))
+    return words.ordered(arith.addf(x, ptx.f32(0.0)))
 
 
 def _logit(ordered_bits):
@@ -451,10 +445,6 @@ def _logit(ordered_bits):
     flipped = arith.xori(arith.shrsi(ordered_bits, ptx.i32(31)), ptx.i32(-1))
     word = arith.xori(ordered_bits, arith.ori(flipped, ptx.i32(_SIGN)))
     return ptx.asm_value("mov.b32 $0, $1;", "=f,r", word, pure=True)
-
-
-def _as_word(x):
-    return ptx.asm_value("mov.b32 $0, $1;", "=r,f", x, pure=True)
 
 
 def _to_float(integer):
@@ -506,7 +496,3 @@ def _address_of_shared(address):
     """The i64 address of a place in SMEM for instructions that take both memories."""
     text = "{ .reg .b64 t; cvt.u64.u32 t, $1; cvta.shared.u64 $0, t; }"
     return ptx.asm(text, "=l,r", address, result=ptx.int_type(64), pure=True)
-
-
-def _barrier():
-    ptx.asm("bar.sync 0;", "")

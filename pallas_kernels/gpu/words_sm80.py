@@ -26,6 +26,17 @@ def store_shared(base, number, condition, value):
     ptx.store_if(shared_place(base, number), condition, value, space="shared")
 
 
+def of_float(x):
+    """The bits of an f32."""
+    return ptx.asm_value("mov.b32 $0, $1;", "=r,f", x, pure=True)
+
+
+def ordered(x):
+    """A word whose order, as a number without a sign, is that of the f32: more than 0 but for one NaN."""
+    word = of_float(x)
+    return arith.xori(word, arith.ori(arith.shrsi(word, ptx.i32(31)), ptx.i32(-(2**31))))
+
+
 def ones(word):
     """How many bits of a word are set."""
     return ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
