@@ -7,8 +7,7 @@ Rows of `products` are of the launches of one layer, gate and up with their acti
 longer of reading the chosen experts' weights at 4.68 TB/s (3.3 on an H100) and of multiplying at 700 TFLOP/s. `err` is
 the largest error over the largest value, of sampled rows. Rows of `packed` are those of `products` with quantised
 matrices, without `xla_us`, rows of `layer` of a whole layer with its router, rows of `tune` of other tiles than the
-chosen ones. `err` of a layer is of
-up to two tokens; `ok` also needs equal bits of all tokens in a second run.
+chosen ones. `err` of a layer is of up to two tokens; `ok` also needs equal bits of all tokens in a second run.
 """
 
 import dataclasses
@@ -41,7 +40,6 @@ SHAPES = {  # experts, experts of a token, hidden, width
     "granite_3b": (40, 8, 1536, 512),
 }
 TOKENS = (1, 16, 64, 256, 2048, 8192)
-FEW_TOKENS_OF_LAYER = (1, 4, 8)
 PACKED = {  # one of packed_product.FORMS, and a shape
     "qwen3_30b_fp8": ("fp8_g128", SHAPES["qwen3_30b"]),
     "qwen3_30b_nvfp4": ("nvfp4", SHAPES["qwen3_30b"]),
@@ -191,11 +189,12 @@ def jobs_of():
         for name, (form, shape) in PACKED.items():
             names = dict(part="packed", case=f"packed_{name}_{tokens}", tokens=tokens)
             yield names, functools.partial(measure, Problem(*shape, tokens, form))
-    for tokens in FEW_TOKENS_OF_LAYER:
-        for name, (form, shape) in (PACKED | {name: (None, shape) for name, shape in SHAPES.items()}).items():
-            if form is not None or tokens not in TOKENS:
-                names = dict(part="layer", case=f"layer_{name}_{tokens}", tokens=tokens)
-                yield names, functools.partial(measure_layer, Problem(*shape, tokens, form))
+    plain = [(name, None, shape) for name, shape in SHAPES.items()]
+    packed = [(name, form, shape) for name, (form, shape) in PACKED.items()]
+    for tokens, cases in ((4, plain), (8, plain), (1, packed), (4, packed), (8, packed)):  # up to 8: other launches
+        for name, form, shape in cases:
+            names = dict(part="layer", case=f"layer_{name}_{tokens}", tokens=tokens)
+            yield names, functools.partial(measure_layer, Problem(*shape, tokens, form))
     for tokens in TOKENS[2:]:
         for name, shape in SHAPES.items():
             for tile_rows in ROW_TILES:

@@ -197,9 +197,10 @@ class MoE:
             top, chosen = jax.lax.top_k(logits, self.top_k)
             return chosen, self._scaled(router, chosen, jax.nn.softmax(top, axis=-1))
         scores = jax.nn.softmax(logits, axis=-1) if self.scores.startswith("softmax") else jax.nn.sigmoid(logits)
-        # Without groups and corrections, logits have the order of scores, also where scores are rounded to 0 or 1.
-        ranks = scores if self.groups > 1 else logits
-        ranks = scores + router["correction"].astype(jnp.float32)[None, :] if self.correction else ranks
+        if self.correction:
+            ranks = scores + router["correction"].astype(jnp.float32)[None, :]
+        else:  # without groups, logits have the order of scores, also where scores are rounded to 0 or 1
+            ranks = scores if self.groups > 1 else logits
         chosen = jax.lax.top_k(self._within_groups(ranks), self.top_k)[1]
         top = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.normalised or self.scores == "softmax":

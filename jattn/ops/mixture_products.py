@@ -7,6 +7,7 @@ import jax
 
 from jattn import device
 from jattn.ops.expert_packed import are_alike
+from jattn.ops.product import Kernels
 from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu import expert_choice_sm80, expert_product_sm90, packed_product_sm90
 from pallas_kernels.gpu import expert_product_config as plain_config
@@ -14,7 +15,6 @@ from pallas_kernels.gpu import packed_product_config as packed_config
 from pallas_kernels.gpu.expert_choice_sm80 import TILE_ROWS, ChoiceConfig, ChosenExperts
 
 ProductConfig = plain_config.ExpertProductConfig | packed_config.PackedProductConfig
-Kernels = tuple["jax.Array | QuantisedArray", ...]
 
 
 def config_of(kernels: Kernels, *, tokens: int, tiles: int, dtype: str, is_shared: bool) -> ProductConfig | None:

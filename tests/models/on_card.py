@@ -102,9 +102,10 @@ def chosen(parser: argparse.ArgumentParser, text: str) -> list[str]:
     """The models of --only, all that there are if it is empty; those that cannot be are errors."""
     if not (labels := name_lists.listed(parser, "--only", text)):
         return names()
+    decoders = _decoders()
     for label in labels:
         name, _, form = label.partition(" ")
-        if name not in (decoders := _decoders()):
+        if name not in decoders:
             parser.error(f"--only: no model {name}; there are {', '.join(decoders)}")
         if form and form not in FORMS:
             parser.error(f"--only: no form {form} of {name}; there are {', '.join(FORMS)}")
