@@ -156,10 +156,11 @@ def measure(shape: str, form: str, rows: int) -> dict:
 
 
 def name_of(way: product_ops.GpuConfig) -> str:
-    """Its unroll, depth, warps side by side and along, and CTAs of a cluster; by wgmma: see PackedWgmmaConfig."""
+    """Its blocks of a step, slots, warps side by side and along, and CTAs of a cluster; by wgmma: see
+    PackedWgmmaConfig."""
     if isinstance(way, PackedWgmmaConfig):
         return f"wgmma/{way.warpgroups}/{way.splits}/{way.depth}/{way.stages}"
-    return "/".join(map(str, dataclasses.astuple(way)[-5:]))
+    return "/".join(map(str, (way.unroll, way.ring, way.across, way.along, way.splits)))
 
 
 def tune(shape: str, form: str, rows: int) -> dict:
@@ -203,20 +204,21 @@ def measure_experts(inner: int, width: int, form: str, tokens: int) -> dict:
 
 
 def ways(given: product_ops.GpuConfig):
-    """The chosen one, with less in flight, too, and the best of other divisions by `cost`."""
+    """The chosen one, with a slot more or less, too, and the best of other divisions by `cost`."""
+    processors = device.processors() or 132
     yield given
     if isinstance(given, PackedWgmmaConfig):
-        cost = functools.partial(packed_wgmma_config.cost, processors=device.processors() or 132)
+        cost = functools.partial(packed_wgmma_config.cost, processors=processors)
         every = packed_wgmma_config.ways(given)
         yield from [way for way in sorted(every, key=cost) if way != given][:7]
         return
-    yield dataclasses.replace(given, depth=2)
-    cost = functools.partial(packed_product_config.cost, processors=device.processors() or 132)
-    others: dict[tuple, list] = {}
-    for way in packed_product_config._ways(given, given.unroll, "sm_90"):
-        others.setdefault((way.across, way.along), []).append(way)
-    found = [way for some in others.values() for way in sorted(some, key=cost)[: 1 if given.tile_rows == 8 else 3]]
-    yield from [way for way in sorted(found, key=cost) if way != given][: 3 if given.tile_rows == 8 else 7]
+    rings = (dataclasses.replace(given, ring=given.ring + more) for more in (-1, 1))
+    yield from (way for way in rings if not packed_product_config.supports(way))
+    best: dict[tuple, packed_product_config.PackedProductConfig] = {}
+    cost_of = lambda way: packed_product_config.cost(way, processors, way.tiles)
+    for way in sorted(packed_product_config._ways(given, processors), key=cost_of):
+        best.setdefault((way.across, way.along), way)
+    yield from [way for way in best.values() if way != given][:7]
 
 
 def jobs_of():

@@ -38,6 +38,13 @@ def _choice_config(moe: Any, tokens: int, count: int) -> ChoiceConfig | None:
     return None if supports(config) else config
 
 
+def _used_tiles(config: ChoiceConfig) -> tuple[float, ...]:
+    """How many tiles probably have rows: of one token for each 4, as a step for up to 4 requests often has only one,
+    and of all tokens."""
+    of = lambda tokens: config.experts * (1 - (1 - config.top_k / config.routes) ** tokens)
+    return of(-(-config.tokens // 4)), of(config.tokens)
+
+
 @dataclasses.dataclass(frozen=True)
 class MixtureLaunches:
     """The launches of a mixture."""
@@ -59,8 +66,9 @@ class MixtureLaunches:
         if any(jnp.promote_types(x.dtype, dtype) != x.dtype for dtype in biases):  # the next launch takes that of x
             return None
         launch = functools.partial(
-            mixture_products.config_of, tokens=x.shape[0], tiles=choice.tiles, dtype=x.dtype.name
-        )
+            mixture_products.config_of, tokens=x.shape[0], tiles=choice.tiles, used=_used_tiles(choice),
+            dtype=x.dtype.name,
+        )  # fmt: skip
         both = launch((gate, up), is_shared=True) if moe.is_plain_silu or are_alike((gate, up)) else None
         of_gate_up = [both] if both is not None else [launch((each,), is_shared=True) for each in (gate, up)]
         of_down = launch((down,), is_shared=False)

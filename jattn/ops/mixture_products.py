@@ -17,11 +17,14 @@ from pallas_kernels.gpu.expert_choice_sm80 import TILE_ROWS, ChoiceConfig, Chose
 ProductConfig = plain_config.ExpertProductConfig | packed_config.PackedProductConfig
 
 
-def config_of(kernels: Kernels, *, tokens: int, tiles: int, dtype: str, is_shared: bool) -> ProductConfig | None:
+def config_of(
+    kernels: Kernels, *, tokens: int, tiles: int, used: tuple[float, ...], dtype: str, is_shared: bool
+) -> ProductConfig | None:
     """The launch for these matrices [experts, inner, width]; None if there is none. With two plain ones it
     computes silu(x gate) * (x up).
 
-    is_shared: x has the tokens, which every tile multiplies; else it has 8 rows for each tile.
+    used: how many of the tiles have rows, in each of some cases. is_shared: x has the tokens, which every tile
+    multiplies; else it has 8 rows for each tile.
     """
     first, processors, chip = kernels[0], device.processors(), device.detect().generation
     if processors is None or any(kernel.shape != first.shape for kernel in kernels):
@@ -35,7 +38,14 @@ def config_of(kernels: Kernels, *, tokens: int, tiles: int, dtype: str, is_share
             return None
         widths = (width,) * len(kernels)
         return packed_config.choose(
-            processors, widths=widths, most_rows=tokens, has_aligned_tiles=True, x_dtype=dtype, **shape, **first.form
+            processors,
+            widths=widths,
+            most_rows=tokens,
+            has_aligned_tiles=True,
+            x_dtype=dtype,
+            used=used,
+            **shape,
+            **first.form,
         )
     if any(isinstance(kernel, QuantisedArray) or kernel.dtype.name != dtype for kernel in kernels):
         return None

@@ -11,6 +11,7 @@ TILE_ROWS = 32  # of any other tile
 MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
 SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
+PIECE_BYTES = 16  # that a thread copies at once
 COPIES = 4  # pieces of x that a thread copies at a time
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of a scale or a result
@@ -107,10 +108,11 @@ class PackedProductConfig(PackedConfig):
     has_aligned_tiles: bool = False  # the rows of each expert begin at a multiple of tile_rows
     tokens: int = 0  # rows of x, which every tile multiplies; 0: each tile has its own
     unroll: int = 1  # blocks of a step
-    depth: int = 1  # steps whose weights are in flight
+    ring: int = 3  # slots in the shared memory of a warp, each for the weights of a step
     across: int = 4  # warps of a CTA side by side: each has other columns
     along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
+    at_once: int = 0  # items, each a strip of a tile, that have CTAs; these take every `at_once`-th. 0: all have
 
     @property
     def columns(self) -> int:
@@ -131,6 +133,11 @@ class PackedProductConfig(PackedConfig):
             full = self.rows // EXPERT_ROWS if self.tile_rows == EXPERT_ROWS else 0  # others than an expert's last
             return min(self.rows, self.experts + full)
         return -(-self.rows // TILE_ROWS)
+
+    @property
+    def items_at_once(self) -> int:
+        """CTAs, or clusters of them. Of few tokens most tiles have no rows, and to begin CTAs for them takes time."""
+        return min(self.at_once or self.strips * self.tiles, self.strips * self.tiles)
 
     @property
     def tile_rows(self) -> int:
@@ -206,9 +213,50 @@ class PackedProductConfig(PackedConfig):
         return 4 * (self.sum_floats + (runs * self.tile_rows if self.has_numbers else 0))
 
     @property
+    def warp_columns(self) -> int:
+        """Columns of a warp."""
+        return 8 * self.columns
+
+    @property
+    def scale_rows(self) -> int:
+        """Rows of scales of a step."""
+        return self.unroll * BLOCK // self.group if self.scales_codes else self.unroll // self.run * self.scales_sums
+
+    @property
+    def zero_rows(self) -> int:
+        """Rows of zero points of a step."""
+        return self.unroll // self.run * self.has_zeros
+
+    @property
+    def block_bytes(self) -> int:
+        """Of the codes of a warp in a block."""
+        return BLOCK * self.warp_columns * BITS[self.format] // 8
+
+    @property
+    def code_bytes(self) -> int:
+        """Of the codes of a warp in a step."""
+        return self.unroll * self.block_bytes
+
+    @property
+    def small_pieces(self) -> int:
+        """Pieces of scales and zero points of a warp in a step."""
+        rows = self.scale_rows * ITEM_BYTES[self.scale_dtype] + self.zero_rows
+        return rows * self.warp_columns // PIECE_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of a slot of the ring."""
+        return self.code_bytes + self.small_pieces * PIECE_BYTES
+
+    @property
+    def ring_start(self) -> int:
+        """Bytes of shared memory before the rings: of the sums, the numbers and the rows of x."""
+        return self.row_start + min(self.tile_rows, self.rows) * self.row_bytes
+
+    @property
     def shared_floats(self) -> int:
         """Of a CTA."""
-        return (self.row_start + min(self.tile_rows, self.rows) * self.row_bytes) // 4
+        return (self.ring_start + self.across * self.along * self.ring * self.slot_bytes) // 4
 
 
 def refuse_types(config: PackedConfig, reasons: Reasons) -> None:
@@ -242,13 +290,19 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse_types(c, reasons)
     refuse(c.inner % (BLOCK * c.unroll) != 0, f"inner {c.inner}: wanted a multiple of {BLOCK * c.unroll}")
     refuse_groups(c, "step", BLOCK * c.unroll, reasons)
-    refuse(any(w % c.columns or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {c.columns}")
+    item = 4 if BITS[c.format] == 4 else 1  # bytes of a column in a row of codes
+    item = min(item, ITEM_BYTES.get(c.scale_dtype, item)) if not c.is_whole else item
+    multiple = PIECE_BYTES // (1 if c.has_zeros else item)
+    refuse(any(w % multiple or not w for w in c.widths), f"widths {c.widths}: wanted multiples of {multiple}")
+    refuse(c.ring < 2, f"a ring of {c.ring} slots: wanted 2 or more")
     refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
     if not reasons:  # groups of less than a block have no runs
         refuse(4 * c.shared_floats > SHARED_BYTES, f"{4 * c.shared_floats} bytes of shared memory: too many")
+        refuse(c.small_pieces > 32, f"{c.small_pieces} pieces of scales and zero points of a step: wanted 32")
     warps = c.across * c.along
     refuse(c.across not in (1, 2, 4, 8, 16) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
     refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")
+    refuse(c.at_once != 0 and not c.experts, f"{c.at_once} items at once: only experts may have more items than CTAs")
     refuse(c.has_aligned_tiles and not c.experts, "aligned tiles: only experts have them")
     refuse(c.tokens != 0 and not c.has_aligned_tiles, f"{c.tokens} tokens of every tile: wanted aligned tiles")
     if c.has_aligned_tiles and c.experts:
@@ -258,68 +312,85 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
 
 
 WARPS = ((4, 2), (1, 8), (1, 16), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1))
-"""Side by side, and along the inner dimension. With 16 rows a thread needs more than 128 registers unless its CTA has
-512 threads. Of 8-bit codes two warps side by side read 128 bytes of a row; one of eight alone was slower."""
+"""Side by side, and along the inner dimension."""
+RINGS = {8: ((1, 3), (1, 2)), 4: ((2, 4), (1, 6), (1, 2))}
+"""By the bits of a code: blocks of a step, and slots. The first for which there is a launch are taken."""
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedProductConfig | None:
-    """The config of these sizes that is the fastest by `cost`; None where the kernel does not serve them."""
+def choose(
+    processors: int, *, chip: str = "sm_90", used: tuple[float, ...] = (), **fields
+) -> PackedProductConfig | None:
+    """The config of these sizes that is the fastest by `cost`; None where the kernel does not serve them.
+
+    used: how many tiles have rows, in each of some cases that count alike; empty: all tiles have.
+    """
     base = PackedProductConfig(**fields)
-    for unroll in (2, 1) if BITS.get(base.format) == 4 else (1,):
-        best = min(_ways(base, unroll, chip), key=lambda way: cost(way, processors), default=None)
-        if best is not None:
-            return best
+    if base.format not in BITS:
+        return None
+    for unroll, ring in RINGS[BITS[base.format]]:
+        if ways := _ways(dataclasses.replace(base, unroll=unroll, ring=ring), processors, chip):
+            return _fastest(ways, processors, used or (base.tiles,))
     return None
 
 
-def _ways(base: PackedProductConfig, unroll: int, chip: str):
-    """Every division of the work that the kernel serves. More than 8 rows need CTAs of MAX_WARPS if these fit."""
-    every = [_divided(base, unroll, *warps, splits) for warps in WARPS for splits in range(1, MAX_SPLITS + 1)]
-    is_slow = lambda way: BITS.get(way.format) == 8 and (way.across, way.along) == (1, 8)
-    served = [way for way in every if not is_slow(way) and not supports(way, chip=chip)]
-    largest = [way for way in served if way.across * way.along == MAX_WARPS]
-    return largest if base.tile_rows == 16 or base.tile_rows > 16 and largest else served
+def _fastest(ways: list[PackedProductConfig], processors: int, used: tuple[float, ...]) -> PackedProductConfig:
+    """The way that takes the fewest times the least cost, on average of the numbers of used tiles."""
+    costs = [[cost(way, processors, tiles) for tiles in used] for way in ways]
+    least = [min(each) for each in zip(*costs, strict=True)]
+    ratios = [sum(own / best for own, best in zip(each, least, strict=True)) for each in costs]
+    return ways[ratios.index(min(ratios))]
 
 
-def _divided(base: PackedProductConfig, unroll: int, across: int, along: int, splits: int) -> PackedProductConfig:
-    """One division of the work, with as many steps in flight as a thread has registers for.
+def _ways(base: PackedProductConfig, processors: int, chip: str = "sm_90") -> list[PackedProductConfig]:
+    """Every division of the work that the kernel serves."""
+    parts = [(across, along, splits) for across, along in WARPS for splits in range(1, MAX_SPLITS + 1)]
+    every = (dataclasses.replace(base, across=across, along=along, splits=splits) for across, along, splits in parts)
+    served = [way for way in every if not supports(way, chip=chip)]
+    if not base.experts:
+        return served
+    return [dataclasses.replace(way, at_once=max(int(places(way, processors)) // way.splits, 1)) for way in served]
 
-    Up to 8 steps, short code matters more, as it is read from memory, too: one step, unless 4 blocks are all.
+
+SPREAD = {1: 1.0, 2: 0.97, 3: 0.82, 4: 0.82}
+SPREAD_OF_MORE = 0.72
+"""The part of the places for CTAs that clusters can take, by their size: groups of SMs have an odd number of places."""
+
+
+def places(config: PackedProductConfig, processors: int) -> float:
+    """CTAs that run at the same time. A thread has up to 128 registers."""
+    by_warps = MAX_WARPS // (config.across * config.along)
+    slots = max(min(by_warps, SM_SHARED_BYTES // (4 * config.shared_floats + 1024)), 1)
+    return processors * slots * SPREAD.get(config.splits, SPREAD_OF_MORE)
+
+
+READ_RATE, SM_RATE = 4.27e6, 120e3  # bytes a microsecond, of all SMs and of one
+START, ROUND, TURN = 0.7, 1.98, 0.83  # microseconds: of a launch; of a round of CTAs; of a turn of copies of x
+DECODING = {8: 0.011e-3, 4: 0.02e-3}  # microseconds that a byte of a warp's codes and scales takes an SM
+OF_FLOATS, OF_ROWS = 1.4, 0.75  # times as much with fp4; and so much more with each 8 rows after the first
+CLUSTER, PEER, PART = 0.3, 0.22, 0.02  # microseconds: of a cluster; of each other CTA of it; of a part and 8 rows
+"""Fitted to 576 launches of 45 shapes on an H200 (2026-11-29): the chosen way takes 1.01 times as long as the best on
+average, and 1.16 at most."""
+
+
+def cost(config: PackedProductConfig, processors: int, used: float) -> float:
+    """About the microseconds of a launch in which so many tiles have rows.
+
+    CTAs run in rounds. In each, the SM that has most to do waits for its part of the memory's rate, or decodes.
     """
-    way = dataclasses.replace(base, unroll=unroll, across=across, along=along, splits=splits)
-    depth = {8: 8, 16: 6}.get(base.tile_rows, 4) // unroll if BITS.get(base.format) == 4 else 1
-    steps = -(-way.chunks // way.parts)
-    if steps <= 8 and steps * unroll > 4:
-        depth = min(depth, 2 // unroll)
-    return dataclasses.replace(way, depth=max(1, min(depth, steps)))
+    c, able = config, places(config, processors)
+    warps, rows = c.across * c.along, min(c.tile_rows, c.rows)
+    steps, turns = -(-c.chunks // c.parts), -(-rows * c.row_pieces // (32 * warps * COPIES))
+    decoding = (
+        DECODING[BITS[c.format]] * (OF_FLOATS if c.format == "fp4" else 1) * (1 + OF_ROWS * (c.tile_rows // 8 - 1))
+    )
 
+    def of_round(ctas: float) -> float:
+        of_sm = c.slot_bytes * warps * max(ctas / processors, 1)
+        reading = of_sm / min(SM_RATE, READ_RATE / min(ctas, processors))
+        return steps * ((of_sm * decoding) ** 4 + reading**4) ** 0.25 + ROUND + TURN * (turns - 1)
 
-READ_RATE, SM_RATE = 3.75e6, 26e3
-"""Bytes a microsecond: of all CTAs with up to 8 rows; of the one CTA of an SM with 16, which has much to multiply."""
-ROUND, START, TURN, NEEDED_WARPS = 2.0, 1.4, 0.3, 1600
-CLUSTER, PEER, PEER_ROW = 0.4, 0.1, 0.01  # of a cluster of CTAs; of each after the first; of each of its rows
-
-
-def cost(config: PackedProductConfig, processors: int) -> float:
-    """About the microseconds of a launch, without what all launches need; measured on an H200.
-
-    With few rows memory is shared by all CTAs that run, so what counts is that they run in few rounds. Clusters of more
-    than two CTAs do not fit on every SM: some groups of SMs have an odd number.
-    """
-    c = config
-    warps, shared = c.across * c.along, 4 * c.shared_floats + 1024
-    slots = min(MAX_WARPS // warps, SM_SHARED_BYTES // shared)
-    usable = processors * slots * (5 if c.splits <= 2 else 4) // 5
-    ctas = c.strips * c.tiles * c.splits
-    rounds = -(-c.strips * c.tiles // max(usable // c.splits, 1))
-    of_cta = c.strip * c.inner * BITS[c.format] / 8 / c.splits
-    turns = -(-min(c.tile_rows, c.rows) * c.row_pieces // (32 * warps * COPIES))
-    peer = PEER + PEER_ROW * min(c.tile_rows, c.rows)
-    small = CLUSTER * (c.splits > 1) + peer * (c.splits - 1) + 0.02 * c.parts
-    if c.tile_rows >= 16:
-        again = c.along**0.2 if c.tile_rows > 16 else 1.0  # each part of the inner dimension has sums of its own
-        return rounds * (of_cta / SM_RATE * c.tile_rows / 16 + START + TURN * turns) * again + small
-    read = of_cta * ctas / READ_RATE / min(1.0, ctas / processors) ** 0.5
-    read /= min(1.0, min(ctas, processors * slots) * warps / NEEDED_WARPS)
-    return read + (rounds - 1) * ROUND / slots + 0.2 / slots + rounds * TURN * turns + small
+    rounds, rest = divmod(c.strips * used * c.splits / able, 1)
+    time = rounds * of_round(able) + (of_round(rest * able) if rest > 0.01 else 0)
+    small = PEER * (c.splits - 1) * (1 + rows / 16) + CLUSTER * (c.splits > 1) + PART * c.along * c.tile_rows / 8
+    return START + time + small

@@ -2,11 +2,11 @@
 
     y[token, column] = sum over groups of  scale[group, column] * sum over its inputs of  x[token, input] * code
 
-The time is that of reading w. Each thread asks for 16 or 8 bytes of codes at a time, `depth` steps before it uses them;
-the rows of x are in shared memory (packed_rows_sm90.py). It turns the codes into the dtype of x in registers, those of
-fp8 into float16 (packed_codes_sm90.py), in which they are exact, and multiplies them with mma.m16n8k16: its rows are
-columns of w, its columns tokens. A product does not depend on the order of its inner dimension, so that a thread
-(g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
+The time is that of reading w. Each warp has codes brought to shared memory some steps before it uses them
+(packed_ring_sm90.py); the rows of x are there, too (packed_rows_sm90.py). A thread turns its codes into the dtype of x
+in registers, those of fp8 into float16 (packed_codes_sm90.py), in which they are exact, and multiplies them with
+mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not depend on the order of its inner
+dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
@@ -33,12 +33,12 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import packed_codes_sm90 as codes
+from pallas_kernels.gpu import packed_ring_sm90 as packed_ring
 from pallas_kernels.gpu import packed_rows_sm90 as packed_rows
 from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
 from pallas_kernels.gpu import ptx_sm90 as ptx
-from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.packed_product_config import BITS, BLOCK, ITEM_BYTES, PackedProductConfig, supports
-from pallas_kernels.gpu.packed_sums_sm90 import Packed, load_words, place_of
+from pallas_kernels.gpu.packed_sums_sm90 import Packed
 
 
 @functools.partial(jax.jit, static_argnames=("config",))  # equal layers share one compiled kernel
@@ -56,20 +56,39 @@ def packed_product(x: jax.Array, matrices: tuple[Packed, ...], config: PackedPro
 
     def packed_product(*refs):  # the kernel's name in a profile
         def scoped(sums):
-            if tiles is None:
-                _multiply(c, refs, sums)
-            else:  # tiles at the end may have no rows
-                when(refs[1][lax.axis_index("tile"), 2] > 0)(lambda: _multiply(c, refs, sums))
+            _each_item(c, None if tiles is None else refs[1], functools.partial(_multiply, c, refs, sums))
 
         pl.run_scoped(scoped, plgpu.SMEM((c.shared_floats,), jnp.float32), collective_axes="wg")
 
     mesh = plgpu.Mesh(
-        grid=(c.strips, c.tiles), grid_names=("strip", "tile"), cluster=(c.splits,), cluster_names=("split",),
+        grid=(c.items_at_once,), grid_names=("item",), cluster=(c.splits,), cluster_names=("split",),
         num_threads=c.warpgroups, thread_name="wg",
     )  # fmt: skip
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     call = pl.kernel(packed_product, out_type=out_type, mesh=mesh, compiler_params=params, name="packed_product")
     return packed_sums.apart(c, call(*given, *packed_sums.joined(matrices)))
+
+
+def _each_item(cfg: PackedProductConfig, tiles, body) -> None:
+    """body(strip, tile) for each item of the CTA: every `items_at_once`-th, up to the first tile without rows, as all
+    after it have none. Without experts a CTA has one item."""
+    apart = lambda item: (lax.rem(item, jnp.int32(cfg.strips)), lax.div(item, jnp.int32(cfg.strips)))
+    first = lax.axis_index("item")
+    if tiles is None:
+        body(*apart(first))
+        return
+
+    def count(item):
+        tile = apart(item)[1]
+        return tiles[jnp.minimum(tile, cfg.tiles - 1), 2] * (tile < cfg.tiles)
+
+    def turn(state):
+        item, _ = state
+        body(*apart(item))
+        after = item + cfg.items_at_once
+        return after, count(after)
+
+    lax.while_loop(lambda state: state[1] > 0, turn, (first, count(first)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +101,7 @@ class _Strip(packed_sums.Results):
     wg: object  # i32, of the thread
 
 
-def _multiply(cfg: PackedProductConfig, refs, sums):
+def _multiply(cfg: PackedProductConfig, refs, sums, strip, tile):
     """One warpgroup."""
     kinds = (*(plgpu.RefType(),) * (len(refs) + 1), *(ptx.SCALAR,) * 4)
 
@@ -99,7 +118,7 @@ def _multiply(cfg: PackedProductConfig, refs, sums):
         packed_sums.add_up(cfg, here, base, split, wg)
         packed_sums.wait_to_leave(cfg)
 
-    multiply(*refs, sums, *map(lax.axis_index, ("strip", "tile", "split", "wg")))
+    multiply(*refs, sums, strip, tile, lax.axis_index("split"), lax.axis_index("wg"))
 
 
 def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
@@ -140,42 +159,44 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
 def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, across) -> list:
     """Sums of a warp's part of the inner dimension: [tile of 16 columns][tile of 8 rows][4] floats, as mma has them.
 
-    `depth` steps are in flight: what a step has used is replaced by what the step `depth` later needs.
+    The slot that a step has used is filled with what the step `ring` later needs.
     """
     g, t, _, _ = ptx.lane_position()
-    column = ptx.add(here.column, ptx.mul(across, 8 * cfg.columns), ptx.mul(g, cfg.columns))
-    column = arith.select(ptx.less(column, here.width), column, ptx.i32(0))  # a column past the end is not stored
     edge = lambda p: arith.divui(ptx.mul(p, cfg.chunks), ptx.i32(cfg.parts))
     part = ptx.add(ptx.mul(split, cfg.along), along)
-    first = edge(part)
+    first, begin = edge(part), edge(ptx.mul(split, cfg.along))
     count = arith.subi(edge(ptx.add(part, ptx.i32(1))), first)
-    places = _places(cfg, here, column, t)
-    at = lambda i: ptx.add(first, i)
-    is_step = lambda i: ptx.less(i, count)
-    weights = lambda i: _load_weights(cfg, places, at(i), ptx.bool_to_i32(is_step(i)))
-    start = [weights(ptx.i32(j)) for j in range(cfg.depth)]
-    begin = edge(ptx.mul(split, cfg.along))
-    packed_rows.copy(cfg, here, base, begin)
+    copied = packed_rows.first_loads(cfg, here, begin)
+    _hold()
+    warp, column = ptx.add(ptx.mul(along, cfg.across), across), ptx.add(here.column, ptx.mul(across, cfg.warp_columns))
+    ring = packed_ring.Ring.of_warp(cfg, here, base, warp, column)
+    step_bytes = ring.step_bytes()
+
+    def ask(i, source, slot):
+        ring.copy(source, slot, _group(cfg, ptx.add(first, i)), ptx.less(i, count))
+        return arith.addi(source, step_bytes)
+
+    source = arith.addi(ring.source, arith.muli(step_bytes, ptx.to_i64(first)))
+    for j in range(cfg.ring - 1):
+        source = ask(ptx.i32(j), source, ptx.i32(j * cfg.slot_bytes))
+    packed_rows.copy(cfg, here, base, begin, copied)
     _wait_for_rows()
     rows = []
     for n in range(cfg.tile_rows // 8):
         row = arith.minsi(ptx.add(g, ptx.i32(8 * n)), arith.subi(here.count, ptx.i32(1)))
         rows.append(ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(t, 16)))
 
-    def turn(k, carry):
-        slots, acc = carry
-        for j in range(cfg.depth):
-            i = ptx.add(ptx.mul(k, cfg.depth), ptx.i32(j))
-            _hold()
-            rows_of_step = functools.partial(packed_rows.load, cfg, base, rows, arith.subi(at(i), begin))
-            # A branch also keeps ptxas from mixing the instructions of several steps, for which registers are too few.
-            acc = control.where(is_step(i), functools.partial(_multiply_chunk, cfg, slots[j], rows_of_step, acc), acc)
-            slots = [*slots[:j], weights(ptx.add(i, ptx.i32(cfg.depth))), *slots[j + 1 :]]
-        return slots, acc
+    def step(i, carry):
+        source, to_fill, at, acc = carry
+        ring.wait()
+        source, chunk = ask(ptx.add(i, ptx.i32(cfg.ring - 1)), source, to_fill), ptx.add(first, i)
+        xs, numbers = packed_rows.load(cfg, base, rows, arith.subi(chunk, begin))
+        acc = _multiply_chunk(cfg, ring.load(at), xs, numbers, acc)
+        return source, at, packed_ring.next_slot(cfg, at), acc
 
     acc = [[[ptx.f32(0.0)] * 4 for _ in rows] for _ in range(cfg.columns // 2)]
-    turns = arith.divui(ptx.add(count, ptx.i32(cfg.depth - 1)), ptx.i32(cfg.depth))
-    return control.loop(turns, (start, acc), turn)[1]
+    start = source, ptx.i32((cfg.ring - 1) * cfg.slot_bytes), ptx.i32(0), acc
+    return control.loop(count, start, step)[3]
 
 
 def _wait_for_rows():
@@ -188,85 +209,21 @@ def _hold():
     ptx.asm("bar.warp.sync 0xffffffff;", "")
 
 
-def _divided(words: list, each: int) -> list:
-    return [words[i : i + each] for i in range(0, len(words), each)]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Places:
-    """Where a thread's weights of the first input are: i64 addresses, and i32 bytes from row to row of an array."""
-
-    values: object
-    value_row: object
-    scales: object
-    scale_row: object
-    zeros: object  # or None
-    width: object
-
-
-def _places(cfg: PackedProductConfig, here: _Strip, column, t) -> _Places:
-    size, scale = (4 if BITS[cfg.format] == 4 else 1), ITEM_BYTES[cfg.scale_dtype]
-    row = t if BITS[cfg.format] == 4 else ptx.mul(t, 8)
-    group = arith.shrui(t, ptx.i32(1)) if cfg.scales_codes and cfg.group == 16 else ptx.i32(0)
-    return _Places(
-        values=place_of(here.values, row, here.width, column, size), value_row=ptx.mul(here.width, size),
-        scales=place_of(here.scales, group, here.width, column, scale), scale_row=ptx.mul(here.width, scale),
-        zeros=None if here.zeros is None else arith.addi(here.zeros, ptx.to_i64(column)), width=here.width,
-    )  # fmt: skip
-
-
-def _rows_on(start, row, row_bytes):
-    """An address, so many rows on."""
-    return arith.addi(start, arith.muli(ptx.to_i64(row), ptx.to_i64(row_bytes)))
-
-
-def _load_weights(cfg: PackedProductConfig, places: _Places, chunk, is_used) -> tuple[list, list, list]:
-    """(codes of each block, words of scales of each run, or of each block; words of zero points of each run)"""
-    is_four = BITS[cfg.format] == 4
-    rows, own, words = (4, 1, 4) if is_four else (BLOCK, 8, cfg.columns // 4)  # of a block; of the thread; of a row
-    first = ptx.mul(chunk, cfg.unroll * rows)
-    steps = [b * rows + k for b in range(cfg.unroll) for k in range(own)]
-    starts = [_rows_on(places.values, ptx.add(first, ptx.i32(step)), places.value_row) for step in steps]
-    loaded = _divided(load_words(starts, words, is_used, cached=False), words)
-    values, scales, zeros = loaded if is_four else _divided(loaded, 8), [], []
-    if cfg.scales_codes:
-        each, size = BLOCK // cfg.group, cfg.columns * ITEM_BYTES[cfg.scale_dtype] // 4  # groups and words of a block
-        groups = [ptx.add(ptx.mul(chunk, each * cfg.unroll), ptx.i32(each * b)) for b in range(cfg.unroll)]
-        starts = [_rows_on(places.scales, group, places.scale_row) for group in groups]
-        scales = _divided(load_words(starts, size, is_used), size)
-    for b in range(0, cfg.unroll, cfg.run):
-        group = _group(cfg, chunk, b)
-        if cfg.scales_sums:
-            scales.append(_load_scales(cfg, _rows_on(places.scales, group, places.scale_row), is_used))
-        if places.zeros is not None:
-            zeros.append(load_words([_rows_on(places.zeros, group, places.width)], cfg.columns // 4, is_used))
-    return values, scales, zeros
-
-
-def _group(cfg: PackedProductConfig, chunk, b: int):
-    """The number of the group of block b of a step."""
+def _group(cfg: PackedProductConfig, chunk):
+    """The number of the first row of scales and zero points of a step."""
     if cfg.is_whole:
         return ptx.i32(0)
     step = BLOCK * cfg.unroll
-    if cfg.group >= step:
-        return arith.divui(chunk, ptx.i32(cfg.group // step))
-    return ptx.add(ptx.mul(chunk, step // cfg.group), ptx.i32(BLOCK * b // cfg.group))
+    return arith.divui(chunk, ptx.i32(cfg.group // step)) if cfg.group >= step else ptx.mul(chunk, step // cfg.group)
 
 
-def _load_scales(cfg: PackedProductConfig, place, is_used) -> list:
-    size = cfg.columns * ITEM_BYTES[cfg.scale_dtype]
-    places = [arith.addi(place, ptx.i64(at)) for at in range(0, size, 16)]
-    return load_words(places, min(4, size // 4), is_used)
-
-
-def _multiply_chunk(cfg: PackedProductConfig, weights, load_rows, acc) -> list:
-    """acc + the products of a step.
+def _multiply_chunk(cfg: PackedProductConfig, weights: tuple, xs: list, numbers: list, acc) -> list:
+    """acc + the products of a step. weights: see Ring.load; xs, numbers: of the rows (packed_rows_sm90.py).
 
     Where codes stand for numbers less an offset (of the format, and a zero point), mma multiplies the codes, and the
     offset times the sum of the inputs is taken off each sum: one subtraction for a run, not one for each weight.
     """
     values, scales, zeros = weights
-    xs, numbers = load_rows()
     for first in range(0, cfg.unroll, cfg.run):
         run = first // cfg.run
         if cfg.has_offset and not cfg.has_zeros:  # the numbers are times the offset

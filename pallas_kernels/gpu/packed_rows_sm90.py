@@ -19,40 +19,62 @@ from pallas_kernels.gpu.packed_sums_sm90 import load_words, place_of
 from pallas_kernels.gpu.queries_sm90 import TOP, powers
 
 
-def copy(cfg: PackedProductConfig, here, base, begin) -> None:
+def first_loads(cfg: PackedProductConfig, here, begin) -> list:
+    """Asks for the first pieces of x that the thread copies. Before it asks for weights, for which memory takes longer.
+
+    here: a _Strip of packed_product_sm90.py; begin: the first step of the CTA.
+    """
+    return _loads(cfg, here, begin, ptx.i32(0))
+
+
+def copy(cfg: PackedProductConfig, here, base, begin, loaded: list) -> None:
     """The CTA's part of the rows of x to SMEM, [rows, row_bytes], and the numbers of its runs, [runs, tile_rows].
 
-    Each thread copies some pieces of 8 inputs. Threads side by side find the number of a run.
+    Each thread copies some pieces of 8 inputs. Threads side by side find the number of a run. loaded: `first_loads`.
     """
-    threads, pieces = 128 * cfg.warpgroups, cfg.row_pieces
-    own = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index())
-    count = -(-min(cfg.tile_rows, cfg.rows) * pieces // threads)  # of each thread
-    some = min(count, COPIES)
+    _store(cfg, base, loaded)
+    turns = -(-_pieces_of_thread(cfg) // len(loaded))
+    if turns > 1:
 
-    def turn(k, carry):
-        loaded = []
-        for i in range(some):
-            number = ptx.add(own, ptx.mul(k, some * threads), ptx.i32(i * threads))
-            row, piece = arith.divui(number, ptx.i32(pieces)), arith.remui(number, ptx.i32(pieces))
-            column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
-            is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
-            is_used = ptx.bool_to_i32(is_used)
-            words = load_words([place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used)
-            loaded.append((row, piece, is_used, words))
-        for row, piece, is_used, words in loaded:
-            number = None
-            if cfg.becomes_float16:
-                words, number = _halves(cfg, words)
-            elif cfg.has_offset:
-                number = _sum_of_inputs(cfg, words)
-            to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
-            text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }"
-            ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
-            if number is not None:
-                _store_number(cfg, base, row, piece, is_used, number)
-        return carry
+        def turn(k, carry):
+            _store(cfg, base, _loads(cfg, here, begin, ptx.add(k, ptx.i32(1))))
+            return carry
 
-    control.loop(ptx.i32(-(-count // some)), ptx.i32(0), turn)
+        control.loop(ptx.i32(turns - 1), ptx.i32(0), turn)
+
+
+def _pieces_of_thread(cfg: PackedProductConfig) -> int:
+    return -(-min(cfg.tile_rows, cfg.rows) * cfg.row_pieces // (128 * cfg.warpgroups))
+
+
+def _loads(cfg: PackedProductConfig, here, begin, turn) -> list:
+    """(row, piece, is there one?, words) of the pieces of a turn."""
+    threads, some = 128 * cfg.warpgroups, min(_pieces_of_thread(cfg), COPIES)
+    own, loaded = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index()), []
+    for i in range(some):
+        number = ptx.add(own, ptx.mul(turn, some * threads), ptx.i32(i * threads))
+        row, piece = arith.divui(number, ptx.i32(cfg.row_pieces)), arith.remui(number, ptx.i32(cfg.row_pieces))
+        column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
+        is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
+        is_used = ptx.bool_to_i32(is_used)
+        loaded.append(
+            (row, piece, is_used, load_words([place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used))
+        )
+    return loaded
+
+
+def _store(cfg: PackedProductConfig, base, loaded: list) -> None:
+    for row, piece, is_used, words in loaded:
+        number = None
+        if cfg.becomes_float16:
+            words, number = _halves(cfg, words)
+        elif cfg.has_offset:
+            number = _sum_of_inputs(cfg, words)
+        to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
+        text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }"
+        ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
+        if number is not None:
+            _store_number(cfg, base, row, piece, is_used, number)
 
 
 def _distances(cfg: PackedProductConfig) -> list[int]:

@@ -113,15 +113,15 @@ def place_of(base, row, width, column, size: int):
     return arith.addi(base, arith.muli(at, ptx.i64(size)))
 
 
-def load_words(places: list, words: int, is_used, cached: bool = True) -> list:
+def load_words(places: list, words: int, is_used) -> list:
     """32-bit words from each place in GMEM; what they hold is undefined where is_used is 0."""
     count = words * len(places)
-    kind, hint = "" if words == 1 else f".v{words}", "" if cached else ".L1::no_allocate"
+    kind = "" if words == 1 else f".v{words}"
     text = f"{{ .reg .pred p; setp.ne.u32 p, ${count + len(places)}, 0; "
     for i, _ in enumerate(places):
         names = ", ".join(f"${words * i + k}" for k in range(words))
         names = names if words == 1 else f"{{{names}}}"
-        text += f"@p ld.global{hint}{kind}.b32 {names}, [${count + i}]; "
+        text += f"@p ld.global{kind}.b32 {names}, [${count + i}]; "
     constraints = ",".join(["=r"] * count + ["l"] * len(places) + ["r"])
     if count == 1:
         return [ptx.asm_value(text + "}", constraints, *places, is_used)]

@@ -16,8 +16,10 @@ from pallas_kernels.gpu.packed_product_config import (
 COLUMNS = 64  # of a warpgroup: the rows of wgmma
 PIECE = 128  # columns of 8 bits that TMA swizzles in shared memory
 TILE_ROWS, WIDE_TILE_ROWS = 64, 128  # of a CTA, at most; wide ones have codes decoded for twice as many rows
-MAX_ROWS = 256
-"""Rows up to which it is faster than XLA's product with the dequantised matrix: gate and up of 8B take 230 us."""
+FEWEST_ROWS, MAX_ROWS = 17, 256
+"""Rows from which it is faster than packed_product_sm90.py, which takes 22.6 us for gate and up of 8B with 16 rows of
+int4, and 37.4 of fp8, where this one takes 25.8 and 40.6 (an H200, 2026-11-29); and up to which it is faster than XLA's
+product with the dequantised matrix: gate and up of 8B take 230 us."""
 MOST_STAGES = 12
 SHARED_BYTES, SHARED_BYTES_OF_TWO = 222 * 1024, 108 * 1024
 """Of a CTA, and of each of two on an SM, without the barriers and what Mosaic adds to each buffer: up to 1 KiB."""
@@ -161,7 +163,7 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
 def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedWgmmaConfig | None:
     """The config of these sizes that is the fastest by `cost`; None where the kernel does not serve them."""
     base = PackedWgmmaConfig(**fields)
-    if base.format not in BITS or not fewest_rows(base) <= base.rows <= MAX_ROWS:
+    if base.format not in BITS or not FEWEST_ROWS <= base.rows <= MAX_ROWS:
         return None
     return min(ways(base, chip), key=lambda way: cost(way, processors), default=None)
 
@@ -171,16 +173,6 @@ def ways(base: PackedWgmmaConfig, chip: str = "sm_90") -> list[PackedWgmmaConfig
     useful = [way for way in WAYS if way[0] == TILE_ROWS or base.rows > TILE_ROWS]
     every = (_divided(base, *way, splits) for way in useful for splits in range(1, MAX_SPLITS + 1))
     return [way for way in every if not supports(way, chip=chip)]
-
-
-def fewest_rows(config: PackedWgmmaConfig) -> int:
-    """Rows from which this kernel is faster than packed_product_sm90.py; measured on an H200.
-
-    With 16 rows of int4 down of 8B takes 16.4 us instead of 19.0, the output 8.4 instead of 7.8; of zero points or fp4
-    gate and up take 28.6 and 36 instead of 26.9 and 31.8. Of 8 bits down takes 21 and 23 us instead of 26 and 31.
-    """
-    is_large = config.inner * sum(config.widths) >= 24e6
-    return 9 if BITS[config.format] == 8 or (config.format == "int4" and not config.has_zeros and is_large) else 17
 
 
 def _divided(base: PackedWgmmaConfig, most_rows: int, warpgroups: int, depth: int, splits: int) -> PackedWgmmaConfig:

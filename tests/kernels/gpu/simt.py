@@ -89,6 +89,7 @@ class Machine:
     def __init__(self, threads: int, memory: int):
         self.lane, self.memory = np.arange(threads, dtype=np.int32), np.zeros(memory, np.uint8)
         self.outputs = 0  # of the assembly that is being run
+        self.copies, self.copies_late = [[]], False  # groups of cp.async; are they done at once, or when waited for?
 
     def load(self, place, kind, mask=None):
         place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
@@ -177,9 +178,13 @@ class Machine:
         if line.startswith("@"):
             name, line = line[1:].split(maxsplit=1)
             mask = np.broadcast_to(flags[name], mask.shape)
-        name, rest = line.split(maxsplit=1)
+        name, _, rest = line.partition(" ")
+        if name == "cp.async.commit_group":
+            return self.copies.append([])
         if name == "bar.warp.sync":
             return
+        if name == "cp.async.wait_group":
+            return self._finish(int(rest))
         numbers = [int(n) for n in re.findall(r"\$(\d+)", rest)]
         writes = not name.startswith(("st", "red.", "setp", "cp.async", "bar")) and not rest.startswith("t,")
         count = len(re.findall(r"\$", rest.split("[")[0].split("}")[0])) if rest.startswith("{") else 1
@@ -203,7 +208,9 @@ class Machine:
             for i in np.flatnonzero(mask):
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
                 assert (to + offset) % 16 == 0 and source % 16 == 0
-                self.memory[to + offset : to + offset + 16] = 0 if ignored[i] else self.memory[source : source + 16]
+                self.copies[-1].append((to + offset, None if ignored[i] else source))
+            if not self.copies_late:
+                self._copy(self.copies[-1])
         elif name.startswith("stmatrix"):
             self._stmatrix(operands[0], operands[1:])
         elif name == "red.shared.add.u32":
@@ -218,6 +225,18 @@ class Machine:
             results = self._compute(name, rest, operands, offset, mask, flags)
             for number, new in zip(numbers[:count], results, strict=True):
                 outputs[number] = np.where(mask, new, outputs[number]) if number in outputs else new
+
+    def _copy(self, some: list) -> None:
+        """Does what cp.async was asked for."""
+        for to, source in some:
+            self.memory[to : to + 16] = 0 if source is None else self.memory[source : source + 16]
+        some.clear()
+
+    def _finish(self, pending: int) -> None:
+        """All groups of copies but the last `pending` that were committed."""
+        last = len(self.copies) - 1 - pending
+        for group in self.copies[: max(last, 0)]:
+            self._copy(group)
 
     def _compute(self, name, rest, x, offset, mask, flags):
         kind = name.split(".")

@@ -13,8 +13,10 @@ import pytest
 from jattn.ops.quantised import PLACES
 from pallas_kernels.gpu import packed_codes_sm90 as codes
 from pallas_kernels.gpu import packed_product_sm90 as kernel
+from pallas_kernels.gpu import packed_ring_sm90 as packed_ring
 from pallas_kernels.gpu import packed_rows_sm90 as packed_rows
 from pallas_kernels.gpu import packed_sums_sm90 as packed_sums
+from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import queries_sm90 as queries
 from pallas_kernels.gpu.packed_product_config import (
     BITS,
@@ -29,21 +31,19 @@ from tests.ops.test_quantised import FP4, drawn
 
 NVFP4: dict = dict(format="fp4", group=16, scale_dtype="float8_e4m3fn", has_factor=True)
 CASES = {
-    "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=3),
+    "int4": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2),
     "int4, a group within a step": dict(format="int4", group=32, scale_dtype="float32", unroll=4, across=2, along=2),
-    "AWQ": dict(format="int4", group=128, scale_dtype="bfloat16", has_zeros=True, unroll=2, depth=2, splits=2),
-    "MXFP4": dict(
-        format="fp4", group=32, scale_dtype="bfloat16", unroll=1, depth=3, rows=13, across=1, along=4, splits=2
-    ),
+    "AWQ": dict(format="int4", group=128, scale_dtype="bfloat16", has_zeros=True, unroll=2, splits=2),
+    "MXFP4": dict(format="fp4", group=32, scale_dtype="bfloat16", unroll=1, rows=13, across=1, along=4, splits=2),
     "int8": dict(format="int8", group=256, scale_dtype="float32", unroll=2),
     "GPTQ of 8 bits": dict(format="int8", group=64, scale_dtype="bfloat16", has_zeros=True, splits=4),
     "fp8 blocks": dict(format="fp8", group=128, scale_dtype="float32", unroll=2, rows=11),
-    "three tiles of mma": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, depth=2, rows=23),
-    "two tiles of 32 rows": dict(format="int4", group=32, scale_dtype="bfloat16", depth=2, rows=59, splits=2),
+    "three tiles of mma": dict(format="int4", group=64, scale_dtype="bfloat16", unroll=2, rows=23),
+    "two tiles of 32 rows": dict(format="int4", group=32, scale_dtype="bfloat16", rows=59, splits=2),
     "fp8, two tiles of 24 rows": dict(format="fp8", group=64, scale_dtype="float32", rows=41),
     "one group of 4 bits": dict(format="int4", group=256, scale_dtype="bfloat16", has_zeros=True),
     "AWQ of float16": dict(
-        format="int4", group=128, scale_dtype="float16", has_zeros=True, unroll=2, depth=2, x_dtype="float16"
+        format="int4", group=128, scale_dtype="float16", has_zeros=True, unroll=2, x_dtype="float16"
     ),
     "one group of float16": dict(format="int4", group=256, scale_dtype="float32", x_dtype="float16", splits=2),
     "MXFP4 of float16": dict(format="fp4", group=32, scale_dtype="bfloat16", rows=13, x_dtype="float16"),
@@ -53,9 +53,9 @@ CASES = {
     "one scale of fp8, float16": dict(format="fp8", group=256, scale_dtype="float32", x_dtype="float16"),
     "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
     "a factor beside one scale": dict(format="int8", group=256, scale_dtype="float32", has_factor=True, rows=11),
-    "NVFP4": dict(NVFP4, unroll=2, depth=3),
+    "NVFP4": dict(NVFP4, unroll=2),
     "NVFP4 of float16": dict(NVFP4, rows=13, across=1, along=4, splits=2, x_dtype="float16"),
-    "NVFP4, two tiles of 32 rows": dict(NVFP4, unroll=2, depth=2, rows=59),
+    "NVFP4, two tiles of 32 rows": dict(NVFP4, unroll=2, rows=59),
     "NVFP4 without a factor": dict(NVFP4, has_factor=False),
     "experts of NVFP4": dict(NVFP4, unroll=2, rows=20, experts=3),
 }
@@ -80,8 +80,8 @@ class Memory:
         return made
 
 
-def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
-    """y of each matrix, computed thread by thread."""
+def run(cfg: PackedProductConfig, x, weights, tiles=None, copies_late: bool = False) -> list[np.ndarray]:
+    """y of each matrix, computed thread by thread. copies_late: what cp.async copies is there when it is waited for."""
     memory = Memory()
     shared = 4 * cfg.shared_floats
     base, addresses = memory.add(np.full(shared * cfg.splits, 0xFF, np.uint8)), [memory.add(x)]
@@ -91,6 +91,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
         addresses += [memory.add(np.asarray(y)) for y in weight.arrays if y is not None]
     out = memory.add(np.full((cfg.rows, cfg.joined_width), np.nan, np.float32))
     machine = memory.machine(128 * cfg.warpgroups * cfg.splits)
+    machine.copies_late = copies_late
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
     whole = machine.lane // 128
 
@@ -105,17 +106,15 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None) -> list[np.ndarray]:
         mock.patch.multiple(packed_sums, **at_the_end),
         mock.patch.multiple(codes, arith=Arith, decode_word=lambda source, target: f"decode {source} {target}"),
         mock.patch.object(packed_rows, "arith", Arith),
+        mock.patch.object(packed_ring, "arith", Arith),
         mock.patch.object(queries, "arith", Arith),
     ):
         for strip in range(cfg.strips):
             for tile in range(cfg.tiles) if tiles is None else [i for i, (_, _, count) in enumerate(tiles) if count]:
                 split, wg = whole // cfg.warpgroups, whole % cfg.warpgroups
-                place = base + split * shared
-                with mock.patch.object(kernel.lax, "axis_index", lambda name: name):
-                    refs = [every(a).astype(np.int64) for a in (*addresses, out)]
-                    given = dict(strip=every(strip), tile=every(tile), split=split, wg=wg)
-                    with mock.patch.object(kernel.lax, "axis_index", given.get):
-                        kernel._multiply(cfg, refs, place)
+                place, refs = base + split * shared, [every(a).astype(np.int64) for a in (*addresses, out)]
+                with mock.patch.object(kernel.lax, "axis_index", dict(split=split, wg=wg).get):
+                    kernel._multiply(cfg, refs, place, every(strip), every(tile))
     y = machine.memory[out : out + 4 * cfg.rows * cfg.joined_width].view(np.float32).reshape(cfg.rows, -1)
     return np.split(y, np.cumsum(cfg.widths)[:-1], axis=1)
 
@@ -140,7 +139,7 @@ def stacked(weights):
     return dataclasses.replace(weights[0], **{n: join(n) for n in ("values", "scales", "zero_points", "factor")})
 
 
-def errors_of(name) -> list[float]:
+def errors_of(name, copies_late: bool = False) -> list[float]:
     """Of each matrix, over the spread of its results."""
     fields = dict(rows=3, inner=256, widths=(160, 32)) | CASES[name]
     cfg = PackedProductConfig(**fields)
@@ -153,7 +152,7 @@ def errors_of(name) -> list[float]:
         some = [drawn(cfg.format, 256, width, cfg.group, seed=width + e, **how) for e in range(max(cfg.experts, 1))]
         weights.append(stacked([w for w, _ in some]) if cfg.experts else some[0][0])
         exact.append([numbers for _, numbers in some])
-    found, errors = run(cfg, x, weights, TILES if cfg.experts else None), []
+    found, errors = run(cfg, x, weights, TILES if cfg.experts else None, copies_late), []
     for y, numbers in zip(found, exact, strict=True):
         expert = [e for e, _, count in TILES for _ in range(count)] if cfg.experts else [0] * cfg.rows
         wanted = np.stack([np.float64(row) @ numbers[e] for row, e in zip(x, expert, strict=True)])
@@ -161,9 +160,10 @@ def errors_of(name) -> list[float]:
     return errors
 
 
+@pytest.mark.parametrize("copies_late", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_every_thread_on_the_model_of_ptx_is_the_product(name):
-    assert max(errors_of(name)) < 1e-5
+def test_every_thread_on_the_model_of_ptx_is_the_product(name, copies_late):
+    assert max(errors_of(name, copies_late)) < 1e-5
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -191,9 +191,17 @@ def test_aligned_tiles_of_few_tokens(form, shared):
 
 MUTANTS = {
     "scales of other columns": (codes, "scale_pairs", lambda real: lambda *args: real(*args)[::-1]),
-    "one scale of 32 inputs": (
-        kernel, "_places", lambda real: lambda cfg, here, column, t: dataclasses.replace(
-            real(cfg, here, column, t), scales=real(cfg, here, column, 0 * t).scales
+    "scales of the first group": (
+        packed_ring, "_small_piece", lambda real: lambda cfg, here, column: (
+            real(cfg, here, column)[0], 0 * real(cfg, here, column)[1], real(cfg, here, column)[2]
+        ),
+    ),
+    "a step is used before it has arrived": (
+        packed_ring.Ring, "wait", lambda real: lambda ring: ptx.asm(f"cp.async.wait_group {ring.cfg.ring - 1};", "")
+    ),
+    "the slot that is read next is filled": (
+        packed_ring.Ring, "copy", lambda real: lambda ring, source, slot, group, is_step: real(
+            ring, source, packed_ring.next_slot(ring.cfg, slot), group, is_step
         ),
     ),
     "the factor of another column": (
@@ -209,7 +217,22 @@ MUTANTS = {
 def test_a_mutant_is_caught(fault):
     module, name, change = MUTANTS[fault]
     with mock.patch.object(module, name, change(getattr(module, name))):
-        assert max(errors_of("NVFP4")) > 1e-2
+        assert max(*errors_of("NVFP4"), *errors_of("NVFP4", copies_late=True)) > 1e-2
+
+
+@pytest.mark.parametrize("used", [0, 1, 3, 5])
+@pytest.mark.parametrize("at_once", [1, 4, 7, 0])
+def test_each_strip_of_each_tile_with_rows_is_an_item_of_one_cta(at_once, used):
+    cfg = PackedProductConfig(
+        rows=40, inner=64, widths=(256, 256), format="int4", group=64, scale_dtype="bfloat16", experts=9, most_rows=3,
+        has_aligned_tiles=True, at_once=at_once,
+    )  # fmt: skip
+    assert not supports(cfg) and (cfg.strips, cfg.tiles) == (4, 5)
+    tiles, found = jnp.asarray([(e, 8 * e, 3 * (e < used)) for e in range(5)], jnp.int32), []
+    for cta in range(cfg.items_at_once):
+        with mock.patch.object(kernel.lax, "axis_index", lambda name, cta=cta: jnp.int32(cta)), jax.disable_jit():
+            kernel._each_item(cfg, tiles, lambda strip, tile: found.append((int(tile), int(strip))))
+    assert sorted(found) == [(tile, strip) for tile in range(used) for strip in range(4)]
 
 
 def test_tiles_of_experts_are_enough_and_no_longer_than_an_experts_rows():
@@ -259,7 +282,7 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(group=48), "groups of 48: wanted multiples of 32"),
         (dict(unroll=4, group=64, inner=448), "inner 448: wanted a multiple of 128"),
         (dict(unroll=2, group=96, inner=192), "groups of 96: a step of 64 inputs has parts of some"),
-        (dict(widths=(130,)), "widths (130,): wanted multiples of 4"),
+        (dict(widths=(130,)), "widths (130,): wanted multiples of 8"),
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
         (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
         (dict(scale_dtype="float8_e4m3fn"), "or e4m3 of fp4 in groups of 16"),

@@ -251,12 +251,8 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
 def test_few_rows_are_left_to_the_other_kernel():
     sizes = dict(inner=4096, widths=(4096,), scale_dtype="float32")
     chosen = lambda **fields: choose(132, **sizes | fields)
-    assert chosen(rows=8, format="int8", group=4096) is None
-    assert chosen(rows=9, format="int8", group=4096) is not None
-    assert chosen(rows=16, format="int4", group=64) is None
-    assert chosen(rows=16, format="int4", group=64, widths=(14336,)) is not None
-    assert chosen(rows=16, format="int4", group=64, widths=(14336,), has_zeros=True) is None
-    assert chosen(rows=17, format="int4", group=64) is not None
+    for form in (dict(format="int8", group=4096), dict(format="int4", group=64)):
+        assert chosen(rows=16, **form) is None and chosen(rows=17, **form) is not None
 
 
 def test_codes_are_decoded_once_for_128_rows_where_that_is_faster():
