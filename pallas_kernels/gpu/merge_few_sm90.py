@@ -20,13 +20,18 @@ from pallas_kernels.gpu.row_states_sm90 import LOG2E, M_START
 THREADS, EACH = 128, 4
 STEP = THREADS * EACH  # numbers of the output that a warpgroup merges at a time
 PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
-MOST_CTAS = 8  # of a unit
+MOST_CTAS = 8  # of a unit, where there may be many
 _ACC, _ONE = (plgpu.Layout.WG_STRIDED((THREADS * n,), vec_size=n) for n in (EACH, 1))
 
 
-def merge_few_parts(cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head):
-    """(out, lse) with the rows of split units filled in, in place, where no tile has more than 64 rows."""
-    ctas = min(steps_of(cfg, cfg.few_rows), MOST_CTAS)
+def merge_few_parts(
+    cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head, *, rows: int | None = None, ctas: int = MOST_CTAS
+):
+    """(out, lse) with the rows of split units filled in, in place, where no tile has more than 64 rows.
+
+    rows: of a tile, at most; None: as the config says. ctas: of a unit, at most.
+    """
+    ctas = min(steps_of(cfg, rows or cfg.few_rows), ctas)
 
     def kernel(info, cta, *refs):
         is_split, piece, head, parts = split_unit(cfg, info, cta, lax.axis_index("cut"))

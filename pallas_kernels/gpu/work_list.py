@@ -23,7 +23,7 @@ The ranked list, for any batch:
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 Its waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
-at 2 us each. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
+at 2 us each. CTAs without a part of the line have them first. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
 config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
 unit.
 
@@ -34,8 +34,9 @@ padding have no rows. Then each request has one tile.
     info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
     cta   i32[C, 16]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
                            the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit to merge
-                           (or -1), the first and the last CTA that hold a part of it; FROM, UNTIL: the same two CTAs of
-                           the unit in which this CTA's part begins (flat lists only)
+                           (or -1), the first and the last CTA that hold a part of it; of flat lists only FROM, UNTIL:
+                           the same two CTAs of the unit in which this CTA's part begins, and PLACE: the CTA's place
+                           within each wave
 """
 
 import dataclasses
@@ -59,7 +60,7 @@ With spans in the mask, the rows of info after the tiles hold two numbers a toke
 
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
-JOIN, FROM, UNTIL, CTA_COLUMNS = 8, 11, 12, 16
+JOIN, FROM, UNTIL, PLACE, CTA_COLUMNS = 8, 11, 12, 13, 16
 """Columns of cta, see the module's docstring; JOIN is the first of three."""
 
 TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most, and of a slot of partial results, where two warpgroups compute
@@ -232,15 +233,10 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     info = _info(config, tok0, row0, nrows, req, q_len, seq, tile_causal, held, ranges)
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
     cut = _cut_line(jnp.where(is_ghost, 0, info[NBLK]), ghosts, config)
-    waves = _ghost_waves(cdiv(pads * config.group, config.tile_rows) * config.num_kv_heads, config.workers)
+    full, rest = _divmod(cdiv(pads * config.group, config.tile_rows) * config.num_kv_heads, config.workers)
+    waves = full + (cut[:, PLACE] < rest)
     cut = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cut)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=cut)
-
-
-def _ghost_waves(units, ctas: int):
-    """i32[C]: how many of the first units, in snake order, each CTA has."""
-    full, rest = _divmod(units, ctas)
-    return full + (_snake(full, jnp.arange(ctas, dtype=jnp.int32), ctas) < rest)
 
 
 def _snake(wave, me, ctas: int):
@@ -298,7 +294,10 @@ def _cut_line(nblk, ghosts: int, config):
     own = starts - b0  # where the unit begins in which this CTA begins
     joins += [((own + 1) * ctas - 1) // some, cdiv((own + each[me]) * ctas, some) - 1]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
-    return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], joins)
+    # Up to C blocks are one a CTA, so that `cut` counts the CTAs before that have one. Even pieces are in the first CTAs.
+    place = jnp.where(starts < stops, ctas - total + starts, me - starts)
+    place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
+    return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
 
 
 def _even_cuts(nblk, begins, total, config):

@@ -70,8 +70,9 @@ def pieces_of(cta_row, me, info, config):
     """((tile, head), lo, hi) of one CTA, in the kernel's own terms."""
     waves, u0, b0, u1, b1, _, *sets = (int(x) for x in cta_row[:8])
     for j in range(waves + (u1 - u0) + (b1 > 0)):
-        snake = me if j % 2 == 0 else config.workers - 1 - me
-        unit = j * config.workers + snake if j < waves else u0 + j - waves
+        place = me if j % 2 == 0 else config.workers - 1 - me
+        place = int(cta_row[wl.PLACE]) if config.flat_list else place
+        unit = j * config.workers + place if j < waves else u0 + j - waves
         tile, head = place_of(unit, sets, config)
         yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
 
@@ -102,6 +103,19 @@ def test_no_unit_is_lost_between_waves_and_the_line_with_a_larger_min_split():
     """The line's first unit has one block, fewer than min_split."""
     batch = [(0, 0), (13, 13), (669, 1072), (8, 8), (0, 0), (10, 233)]
     check_once(*make(batch, MaskRule(chunk=192), group=16, heads=1, pad=0, ctas=7, computing=3, min_split=2))
+
+
+@pytest.mark.parametrize("piece_blocks", [0, 4])
+def test_ctas_without_keys_have_the_padding(piece_blocks):
+    """One of four rows of a batch is a request: its blocks and the tiles of the padding are on different CTAs."""
+    made = make([(1, 600)], MaskRule(), pad=60, flat=True, piece_blocks=piece_blocks)
+    config, _, _, _, info, cta, _ = made
+    check_once(*made)
+    of_cta = [[(tile, lo < hi) for (tile, _), lo, hi in pieces_of(cta[me], me, info, config)] for me in range(132)]
+    has_padding = [any(tile < 2 for tile, _ in pieces) for pieces in of_cta]
+    has_keys = [any(tile >= 2 and some for tile, some in pieces) for pieces in of_cta]
+    assert sum(has_keys) in (8, 40) and sum(has_padding) == 16, "whole units, or their blocks; two tiles of 8 heads"
+    assert not np.logical_and(has_keys, has_padding).any()
 
 
 @pytest.mark.parametrize("batch", [*BATCHES, *(f"flat: {name}" for name in FLAT)])
