@@ -12,6 +12,7 @@ MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
 SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
 PIECE_BYTES = 16  # that a thread copies at once
+STEPS = 1, 2, 4, 8  # blocks of a step: the lanes of a warp exchange what they have of the inputs of a run
 COPIES = 4  # pieces of x that a thread copies at a time
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of a scale or a result
@@ -284,6 +285,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel was only built and measured for sm_90")
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
+    refuse(c.unroll not in STEPS, f"steps of {c.unroll} blocks: wanted one of {', '.join(map(str, STEPS))}")
     refuse(c.most_rows is not None and c.most_rows < 1, f"at most {c.most_rows} rows of an expert: wanted 1 or more")
     if reasons:
         return reasons

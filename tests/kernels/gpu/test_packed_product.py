@@ -283,6 +283,8 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
         (dict(group=48), "groups of 48: wanted multiples of 32"),
         (dict(unroll=4, group=64, inner=448), "inner 448: wanted a multiple of 128"),
         (dict(unroll=2, group=96, inner=192), "groups of 96: a step of 64 inputs has parts of some"),
+        (dict(unroll=3, group=96, inner=192), "steps of 3 blocks: wanted one of 1, 2, 4, 8"),
+        (dict(unroll=16, group=1024, inner=1024), "steps of 16 blocks: wanted one of 1, 2, 4, 8"),
         (dict(widths=(130,)), "widths (130,): wanted multiples of 8"),
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
         (dict(scale_dtype="uint8"), "scales uint8: wanted floats"),
