@@ -20,7 +20,7 @@ from pallas_kernels.gpu.queries_sm90 import TOP, powers
 
 
 def first_loads(cfg: PackedProductConfig, here, begin) -> list:
-    """Asks for the first pieces of x that the thread copies. Before it asks for weights, for which memory takes longer.
+    """Loads the first pieces of x that the thread copies, before it asks for weights, which take longer to come.
 
     here: a _Strip of packed_product_sm90.py; begin: the first step of the CTA.
     """
@@ -78,7 +78,7 @@ def _store(cfg: PackedProductConfig, base, loaded: list) -> None:
 
 
 def _distances(cfg: PackedProductConfig) -> list[int]:
-    """Between the threads that exchange what they have of a run."""
+    """Between the lanes that exchange what they have of a run: 4 for each block, a power of two, at most 32."""
     return [2**i for i in range((4 * cfg.run).bit_length() - 1)]
 
 
