@@ -21,7 +21,6 @@ from pallas_kernels.gpu import queries_sm90 as queries
 from pallas_kernels.gpu.packed_product_config import (
     BITS,
     MAX_ROWS,
-    SHARED_BYTES,
     PackedProductConfig,
     choose,
     supports,
@@ -82,7 +81,8 @@ class Memory:
 
 
 def run(cfg: PackedProductConfig, x, weights, tiles=None, copies_late: bool = False) -> list[np.ndarray]:
-    """y of each matrix, computed thread by thread. copies_late: what cp.async copies is there when it is waited for."""
+    """y of each matrix, computed thread by thread. copies_late: what cp.async copies is there only once it was waited
+    for, as late as the card may bring it; else at once, as early."""
     memory = Memory()
     shared = 4 * cfg.shared_floats
     base, addresses = memory.add(np.full(shared * cfg.splits, 0xFF, np.uint8)), [memory.add(x)]
@@ -273,8 +273,6 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
                 assert c is None
                 continue
             assert c is not None and not supports(c)
-            assert c.parts <= c.chunks and 4 * c.shared_floats <= SHARED_BYTES
-            assert c.first_strips[-1] * c.strip < sum(-(-w // c.strip) for w in widths) * c.strip
 
 
 @pytest.mark.parametrize(
