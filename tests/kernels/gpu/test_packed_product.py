@@ -23,6 +23,7 @@ from pallas_kernels.gpu.packed_product_config import (
     MAX_ROWS,
     PackedProductConfig,
     choose,
+    cost,
     supports,
 )
 from tests.kernels.gpu.simt import Arith, Machine, emulated
@@ -273,6 +274,17 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
                 assert c is None
                 continue
             assert c is not None and not supports(c)
+
+
+@pytest.mark.parametrize("widths", [(2880, 2880), (2880,)])
+def test_the_launch_is_the_fastest_for_the_tiles_that_have_rows(widths):
+    """By `cost`: with few of many tiles an item is divided over more warps and CTAs than with all of them."""
+    sizes = dict(rows=256, inner=2880, widths=widths, experts=32, most_rows=8, has_aligned_tiles=True)
+    few, every = (
+        choose(132, format="fp4", group=32, scale_dtype="bfloat16", used=used, **sizes) for used in ((4,), ())
+    )
+    assert few is not None and every is not None and few.tiles == every.tiles == 32
+    assert cost(few, 132, 4) < cost(every, 132, 4) and cost(every, 132, 32) < cost(few, 132, 32)
 
 
 @pytest.mark.parametrize(
