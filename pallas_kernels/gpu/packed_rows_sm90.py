@@ -56,10 +56,8 @@ def _loads(cfg: PackedProductConfig, here, begin, turn) -> list:
         row, piece = arith.divui(number, ptx.i32(cfg.row_pieces)), arith.remui(number, ptx.i32(cfg.row_pieces))
         column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
         is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
-        is_used = ptx.bool_to_i32(is_used)
-        loaded.append(
-            (row, piece, is_used, load_words([place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used))
-        )
+        is_used, place = ptx.bool_to_i32(is_used), place_of(here.x, row, ptx.i32(cfg.inner), column, 2)
+        loaded.append((row, piece, is_used, load_words(place, 4, is_used)))
     return loaded
 
 
