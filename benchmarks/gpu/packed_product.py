@@ -4,8 +4,8 @@
 
 `us` is one product with matrices that the L2 cache does not hold, `bf16_us` XLA's product with the same matrices in
 bfloat16, `speed` their ratio, and `share` the time to read the packed bytes at 4.68 TB/s, the most that this memory
-gives, over `us`. `err` is the largest error over the spread of the results, of sampled columns. `tune` rows time every
-way to share the work.
+gives, over `us`. `err` is the largest error over the spread of the results, of sampled columns. `tune` rows time
+the chosen way, the same with a slot more or less, and the best by `cost` of other divisions of the work.
 """
 
 import dataclasses

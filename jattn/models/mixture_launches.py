@@ -39,10 +39,12 @@ def _choice_config(moe: Any, tokens: int, count: int) -> ChoiceConfig | None:
 
 
 def _used_tiles(config: ChoiceConfig) -> tuple[float, ...]:
-    """How many tiles probably have rows: of one token for each 4, as a step for up to 4 requests often has only one,
-    and of all tokens."""
-    of = lambda tokens: config.experts * (1 - (1 - config.top_k / config.routes) ** tokens)
-    return of(-(-config.tokens // 4)), of(config.tokens)
+    """The expected number of tiles with rows, if a quarter of the tokens are of requests, and if all are.
+
+    Steps are padded: one of 4 tokens serves up to 4 requests, and often has only one.
+    """
+    expected = lambda tokens: config.experts * (1 - (1 - config.top_k / config.routes) ** tokens)
+    return expected(-(-config.tokens // 4)), expected(config.tokens)
 
 
 @dataclasses.dataclass(frozen=True)

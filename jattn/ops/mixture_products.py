@@ -23,8 +23,8 @@ def config_of(
     """The launch for these matrices [experts, inner, width]; None if there is none. With two plain ones it
     computes silu(x gate) * (x up).
 
-    used: how many of the tiles have rows, in each of some cases. is_shared: x has the tokens, which every tile
-    multiplies; else it has 8 rows for each tile.
+    used: how many of the tiles have rows, in each of some cases that count alike; only the launch of packed matrices
+    depends on it. is_shared: x has the tokens, which every tile multiplies; else it has 8 rows for each tile.
     """
     first, processors, chip = kernels[0], device.processors(), device.detect().generation
     if processors is None or any(kernel.shape != first.shape for kernel in kernels):

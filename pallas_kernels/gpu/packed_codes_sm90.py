@@ -20,7 +20,7 @@ class _Element:
 
     pair: str  # in PTX
     ones: int  # the bits of the power of two whose last place is 1
-    four: int  # those of the number that stands for the int4 code 0 in `pair_of_word`
+    four: int  # the bits of that power plus 8, which `pair_of_word` subtracts: an int4 code is its number plus 8
     place: int  # the lowest bit of a fraction of fp4
     ratio: int  # the bits of the power of two between fp4 and its bits at that place
 
@@ -69,12 +69,12 @@ def _bytes(word, selector: int, other=None):
 
 
 def offset(format: str, element: str) -> float:
-    """What the numbers of `pairs_of_word` are too large by; they are multiplied by `factor` besides."""
+    """The numbers of `pairs_of_word` are factor * (what a code stands for) + offset."""
     return 0.0 if format != "int4" else {"bfloat16": 136.0, "float16": 1152.0}[element]
 
 
 def factor(format: str, element: str) -> float:
-    """See offset. Bits of float16 have the code 16 times as large, so that its offset is smaller beside it."""
+    """See `offset`. In float16 a code is 16 times as large, so that the offset is smaller beside it."""
     return 16.0 if (format, element) == ("int4", "float16") else 1.0
 
 

@@ -5,21 +5,24 @@ import functools
 
 from pallas_kernels.algebra.checks import Reasons
 
-BLOCK = 32  # of the inner dimension: a thread has 8 consecutive inputs of each, a group of four threads all
-EXPERT_ROWS = 16  # rows of x of a tile of an expert, at most
-TILE_ROWS = 32  # of any other tile
-MAX_WARPS, MAX_SPLITS = 16, 8  # of a CTA; CTAs of a cluster
+BLOCK = 32  # inputs of a block: a thread has 8 consecutive ones, four threads side by side have all
+EXPERT_ROWS = 16  # rows of a tile of an expert, at most
+TILE_ROWS = 32  # rows of any other tile, at most
+MAX_WARPS = 16  # of a CTA, and of an SM, as a thread has up to 128 registers
+MAX_SPLITS = 8  # CTAs of a cluster
 SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
-PIECE_BYTES = 16  # that a thread copies at once
-COPIES = 4  # pieces of x that a thread copies at a time
+PIECE_BYTES = 16  # of a piece, which one instruction of a thread copies
+STEPS = 1, 2, 4, 8  # blocks of a step: the lanes of a warp exchange what they have of the inputs of a run
+COPIES = 4  # pieces of x, of 8 inputs, that a thread copies in a turn: it loads all before it stores the first
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of a scale or a result
 NVFP4, MXFP4 = ("fp4", 16, "float8_e4m3fn"), ("fp4", 32, "bfloat16")  # format, group, dtype of scales
 MAX_ROWS = {4: 128, 8: 64}
 """By the bits of a code: rows up to which this kernel is faster than XLA's product with the dequantised matrix.
 
-For gate and up of 8B these take 145 and 228 us for 128 rows of int4, 139 and 225 for 64 of fp8.
+jattn/ops/product.py applies them, not `choose`: mixtures of experts have limits of their own. For gate and up of 8B the
+two take 145 and 228 us for 128 rows of int4, 139 and 225 for 64 of fp8.
 """
 
 
@@ -112,7 +115,7 @@ class PackedProductConfig(PackedConfig):
     across: int = 4  # warps of a CTA side by side: each has other columns
     along: int = 1  # times so many: each has another part of the inner dimension
     splits: int = 1  # CTAs of a cluster, that share the inner dimension
-    at_once: int = 0  # items, each a strip of a tile, that have CTAs; these take every `at_once`-th. 0: all have
+    at_once: int = 0  # items (strips of tiles) side by side; a CTA computes every `at_once`-th of all. 0: one item each
 
     @property
     def columns(self) -> int:
@@ -136,7 +139,7 @@ class PackedProductConfig(PackedConfig):
 
     @property
     def items_at_once(self) -> int:
-        """CTAs, or clusters of them. Of few tokens most tiles have no rows, and to begin CTAs for them takes time."""
+        """Clusters of `splits` CTAs. With few tokens most tiles have no rows, and to begin CTAs for them takes time."""
         return min(self.at_once or self.strips * self.tiles, self.strips * self.tiles)
 
     @property
@@ -168,12 +171,12 @@ class PackedProductConfig(PackedConfig):
 
     @property
     def run(self) -> int:
-        """Blocks of a step that have the same scales."""
+        """Blocks of a step whose sums have the same scales, or none."""
         return min(self.unroll, self.group // BLOCK) if self.scales_sums else self.unroll
 
     @property
     def sum_floats(self) -> int:
-        """Of the partial sums of a CTA."""
+        """Floats of the partial sums of a CTA."""
         return self.along * self.tile_rows * self.pitch
 
     @property
@@ -229,12 +232,12 @@ class PackedProductConfig(PackedConfig):
 
     @property
     def block_bytes(self) -> int:
-        """Of the codes of a warp in a block."""
+        """Bytes of the codes of a warp in a block."""
         return BLOCK * self.warp_columns * BITS[self.format] // 8
 
     @property
     def code_bytes(self) -> int:
-        """Of the codes of a warp in a step."""
+        """Bytes of the codes of a warp in a step."""
         return self.unroll * self.block_bytes
 
     @property
@@ -245,7 +248,7 @@ class PackedProductConfig(PackedConfig):
 
     @property
     def slot_bytes(self) -> int:
-        """Of a slot of the ring."""
+        """Bytes of a slot of the ring."""
         return self.code_bytes + self.small_pieces * PIECE_BYTES
 
     @property
@@ -255,7 +258,7 @@ class PackedProductConfig(PackedConfig):
 
     @property
     def shared_floats(self) -> int:
-        """Of a CTA."""
+        """Floats of the shared memory of a CTA."""
         return (self.ring_start + self.across * self.along * self.ring * self.slot_bytes) // 4
 
 
@@ -284,6 +287,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel was only built and measured for sm_90")
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
+    refuse(c.unroll not in STEPS, f"steps of {c.unroll} blocks: wanted one of {', '.join(map(str, STEPS))}")
     refuse(c.most_rows is not None and c.most_rows < 1, f"at most {c.most_rows} rows of an expert: wanted 1 or more")
     if reasons:
         return reasons
@@ -298,7 +302,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(not 1 <= c.parts <= max(c.chunks, 1), f"{c.parts} parts of {c.chunks} steps")
     if not reasons:  # groups of less than a block have no runs
         refuse(4 * c.shared_floats > SHARED_BYTES, f"{4 * c.shared_floats} bytes of shared memory: too many")
-        refuse(c.small_pieces > 32, f"{c.small_pieces} pieces of scales and zero points of a step: wanted 32")
+        refuse(c.small_pieces > 32, f"{c.small_pieces} pieces of scales and zero points of a step: wanted at most 32")
     warps = c.across * c.along
     refuse(c.across not in (1, 2, 4, 8, 16) or warps % 4 != 0 or warps > MAX_WARPS, f"{c.across} x {c.along} warps")
     refuse(c.splits > MAX_SPLITS, f"{c.splits} CTAs of a cluster: too many")
@@ -312,9 +316,9 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
 
 
 WARPS = ((4, 2), (1, 8), (1, 16), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1))
-"""Side by side, and along the inner dimension."""
+"""Warps of a CTA that `choose` tries: side by side, and along the inner dimension."""
 RINGS = {8: ((1, 3), (1, 2)), 4: ((2, 4), (1, 6), (1, 2))}
-"""By the bits of a code: blocks of a step, and slots. The first for which there is a launch are taken."""
+"""By the bits of a code: blocks of a step and slots of a ring. The first pair for which there is a launch is taken."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -335,7 +339,7 @@ def choose(
 
 
 def _fastest(ways: list[PackedProductConfig], processors: int, used: tuple[float, ...]) -> PackedProductConfig:
-    """The way that takes the fewest times the least cost, on average of the numbers of used tiles."""
+    """The way whose cost over the least of all ways is the smallest, on average of the numbers of used tiles."""
     costs = [[cost(way, processors, tiles) for tiles in used] for way in ways]
     least = [min(each) for each in zip(*costs, strict=True)]
     ratios = [sum(own / best for own, best in zip(each, least, strict=True)) for each in costs]
@@ -358,7 +362,7 @@ SPREAD_OF_MORE = 0.72
 
 
 def places(config: PackedProductConfig, processors: int) -> float:
-    """CTAs that run at the same time. A thread has up to 128 registers."""
+    """CTAs that run at the same time."""
     by_warps = MAX_WARPS // (config.across * config.along)
     slots = max(min(by_warps, SM_SHARED_BYTES // (4 * config.shared_floats + 1024)), 1)
     return processors * slots * SPREAD.get(config.splits, SPREAD_OF_MORE)
@@ -367,16 +371,18 @@ def places(config: PackedProductConfig, processors: int) -> float:
 READ_RATE, SM_RATE = 4.27e6, 120e3  # bytes a microsecond, of all SMs and of one
 START, ROUND, TURN = 0.7, 1.98, 0.83  # microseconds: of a launch; of a round of CTAs; of a turn of copies of x
 DECODING = {8: 0.011e-3, 4: 0.02e-3}  # microseconds that a byte of a warp's codes and scales takes an SM
-OF_FLOATS, OF_ROWS = 1.4, 0.75  # times as much with fp4; and so much more with each 8 rows after the first
-CLUSTER, PEER, PART = 0.3, 0.22, 0.02  # microseconds: of a cluster; of each other CTA of it; of a part and 8 rows
-"""Fitted to 576 launches of 45 shapes on an H200 (2026-11-29): the chosen way takes 1.01 times as long as the best on
-average, and 1.16 at most."""
+OF_FLOATS, OF_ROWS = 1.4, 0.75  # decoding takes 1.4 times as long with fp4, and 0.75 times more with each 8 rows more
+CLUSTER, PEER, PART = 0.3, 0.22, 0.02
+"""Microseconds of the end: of a cluster; of each other CTA of it, times 1 + rows / 16; of 8 rows of each part of a CTA.
+All of these were fitted to 576 launches of 45 shapes on an H200 (2026-11-29): the chosen way takes 1.01 times as long
+as the best on average, and 1.16 at most."""
 
 
 def cost(config: PackedProductConfig, processors: int, used: float) -> float:
     """About the microseconds of a launch in which so many tiles have rows.
 
-    CTAs run in rounds. In each, the SM that has most to do waits for its part of the memory's rate, or decodes.
+    used: the tiles. CTAs run in rounds. In each, the SM that has most to do reads at its part of the memory's rate and
+    decodes, which overlap: a norm of 4 of both times is hardly more than the longer one.
     """
     c, able = config, places(config, processors)
     warps, rows = c.across * c.along, min(c.tile_rows, c.rows)

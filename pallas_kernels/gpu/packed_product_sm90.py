@@ -2,11 +2,12 @@
 
     y[token, column] = sum over groups of  scale[group, column] * sum over its inputs of  x[token, input] * code
 
-The time is that of reading w. Each warp has codes brought to shared memory some steps before it uses them
-(packed_ring_sm90.py); the rows of x are there, too (packed_rows_sm90.py). A thread turns its codes into the dtype of x
-in registers, those of fp8 into float16 (packed_codes_sm90.py), in which they are exact, and multiplies them with
-mma.m16n8k16: its rows are columns of w, its columns tokens. A product does not depend on the order of its inner
-dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive inputs of a block of 32:
+The time is that of reading w. Each warp copies codes to shared memory some steps before it uses them
+(packed_ring_sm90.py); the rows of x are there, too (packed_rows_sm90.py). A step, or chunk, is `unroll` blocks of 32
+inputs. A thread turns its codes into the dtype of x in registers, those of fp8 into float16 (packed_codes_sm90.py), in
+which they are exact, and multiplies them with mma.m16n8k16: its rows are columns of w, its columns tokens. A product
+does not depend on the order of its inner dimension, so that a thread (g = lane / 4, t = lane % 4) uses 8 consecutive
+inputs of a block:
 
     inputs 8 t + 4 s + (0, 1) as the columns (2 t, 2 t + 1) of step s, and + (2, 3) as (2 t + 8, 2 t + 9)
 
@@ -17,8 +18,10 @@ inputs of a thread are of one group.
 Warps of a CTA and the CTAs of a cluster share the inner dimension. They write their sums to shared memory, and each
 adds up some of them, always in the same order.
 
-Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows). They
-are rows of y, and of x too, unless x is a few tokens, which every tile has.
+A CTA computes one item at a time: a strip of columns of a tile of rows.
+
+Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows). The
+rows are those of y, and of x too. With `tokens`, x is a few tokens instead, and every tile multiplies all of them.
 """
 
 import dataclasses
@@ -93,16 +96,16 @@ def _each_item(cfg: PackedProductConfig, tiles, body) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Strip(packed_sums.Results):
-    """What a CTA multiplies, and where its results belong."""
+    """What a CTA multiplies, and where its results belong. Addresses are those of its matrix, and of its expert."""
 
     x: object  # i64: of the first row
-    values: object
-    zeros: object  # or None
-    wg: object  # i32, of the thread
+    values: object  # i64
+    zeros: object  # i64, or None
+    wg: object  # i32: the warpgroup of the thread
 
 
 def _multiply(cfg: PackedProductConfig, refs, sums, strip, tile):
-    """One warpgroup."""
+    """One item, by one warpgroup of its CTA."""
     kinds = (*(plgpu.RefType(),) * (len(refs) + 1), *(ptx.SCALAR,) * 4)
 
     @plgpu.inline_mgpu(arg_types=kinds)
@@ -159,7 +162,7 @@ def _strip(cfg: PackedProductConfig, addresses, strip, tile, wg) -> _Strip:
 def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, across) -> list:
     """Sums of a warp's part of the inner dimension: [tile of 16 columns][tile of 8 rows][4] floats, as mma has them.
 
-    The slot that a step has used is filled with what the step `ring` later needs.
+    The slot that a step has used is filled for the step that comes `ring` steps later.
     """
     g, t, _, _ = ptx.lane_position()
     edge = lambda p: arith.divui(ptx.mul(p, cfg.chunks), ptx.i32(cfg.parts))
@@ -200,17 +203,17 @@ def _sum_of_part(cfg: PackedProductConfig, here: _Strip, base, split, along, acr
 
 
 def _wait_for_rows():
-    """What the threads of the CTA copied is there."""
+    """Waits for all threads of the CTA: the rows of x that they copied are in shared memory then."""
     ptx.asm("bar.sync 0;", "")
 
 
 def _hold():
-    """Loads before it stay before it. ptxas would move them to where what they load is used, and wait there."""
+    """Keeps the loads before it there. ptxas would move them to where their results are used, and wait there."""
     ptx.asm("bar.warp.sync 0xffffffff;", "")
 
 
 def _group(cfg: PackedProductConfig, chunk):
-    """The number of the first row of scales and zero points of a step."""
+    """The first group of a step: the first row of scales and zero points that it reads."""
     if cfg.is_whole:
         return ptx.i32(0)
     step = BLOCK * cfg.unroll
@@ -226,7 +229,7 @@ def _multiply_chunk(cfg: PackedProductConfig, weights: tuple, xs: list, numbers:
     values, scales, zeros = weights
     for first in range(0, cfg.unroll, cfg.run):
         run = first // cfg.run
-        if cfg.has_offset and not cfg.has_zeros:  # the numbers are times the offset
+        if cfg.has_offset and not cfg.has_zeros:  # numbers: the sums of inputs, times minus the offset
             sums = _each(acc, lambda i, n, e, m, run=run: numbers[run][n][e % 2])
         else:
             sums = _each(acc, lambda i, n, e, m: ptx.f32(0.0)) if cfg.scales_sums or cfg.has_numbers else acc
@@ -248,7 +251,7 @@ def _multiply_chunk(cfg: PackedProductConfig, weights: tuple, xs: list, numbers:
 
 
 def _each(acc, function) -> list:
-    """function(column of the thread, tile of rows, element of mma) of each number."""
+    """function(i, n, e, m) of each number: column of the thread, tile of rows, element of mma, tile of 16 columns."""
     element = lambda m, n, e: function(2 * m + e // 2, n, e, m)
     return [[[element(m, n, e) for e in range(4)] for n in range(len(acc[0]))] for m in range(len(acc))]
 
@@ -262,7 +265,7 @@ def _without_offsets(cfg: PackedProductConfig, sums, of_inputs, zeros) -> list:
 
 
 def _scaled(cfg: PackedProductConfig, acc, sums, words) -> list:
-    """acc + scales * sums / the factor of the format."""
+    """acc + scales * sums / the factor of the format. Without scales and numbers the sums began with acc."""
     shrink = 1.0 / codes.factor(cfg.format, cfg.element)
     if words is None and not cfg.has_numbers:
         return sums
@@ -289,7 +292,7 @@ def _pairs(cfg: PackedProductConfig, words, scales) -> list:
 def _store_sums(cfg: PackedProductConfig, base, along, across, acc):
     """This warp's sums to SMEM, [along, tile_rows, pitch] floats."""
     g, t, _, _ = ptx.lane_position()
-    column = ptx.add(ptx.mul(across, 8 * cfg.columns), ptx.mul(g, cfg.columns))
+    column = ptx.add(ptx.mul(across, cfg.warp_columns), ptx.mul(g, cfg.columns))
     for n in range(cfg.tile_rows // 8):
         for k in range(2):
             row = ptx.add(ptx.mul(along, cfg.tile_rows), ptx.i32(8 * n + k), ptx.mul(t, 2))

@@ -1,6 +1,6 @@
 """What a warp of packed_product_sm90.py reads of packed matrices, in a ring of slots of shared memory of its own.
 
-A slot has the codes, scales and zero points of one step. cp.async brings them `ring - 1` steps before they are used,
+A slot has the codes, scales and zero points of one step. cp.async asks for them `ring - 1` steps before they are used,
 and a warp waits for the oldest of them only. Registers do not do that: ptxas gives all loads that one turn of a loop
 leaves to the next the same scoreboard, so that a warp which waits for one waits for the one that it just asked for.
 
@@ -53,7 +53,10 @@ class Ring:
         return arith.muli(self.row, ptx.i64(self.cfg.unroll * (4 if BITS[self.cfg.format] == 4 else BLOCK)))
 
     def copy(self, source, slot, group, is_step) -> None:
-        """Asks for a step, or for nothing. source: the lane's codes; slot: i32, its offset; group: the step's first."""
+        """Asks for a step, as one group of cp.async; for none, the group is empty, so that `wait` counts right.
+
+        source: of the lane's codes; slot: i32, its offset; group: the first of the step; is_step: i1, is there one?
+        """
         cfg, to, wanted = self.cfg, ptx.add(self.base, slot), arith.andi(is_step, self.has_codes)
         targets, rows = ([_place_of_4(*_row_and_piece(cfg))], 4) if BITS[cfg.format] == 4 else (_targets_of_8(), 8)
         apart = arith.muli(self.row, ptx.i64(rows))
@@ -105,14 +108,14 @@ def next_slot(cfg: PackedProductConfig, slot):
 
 
 def _row_and_piece(cfg: PackedProductConfig):
-    """Of the codes that a lane copies first: 8 lanes copy a row of words of 4 bits, 4 lanes one of 8 bits."""
+    """(row, piece) of the codes that a lane copies first: 8 lanes copy a row of words of 4 bits, 4 one of 8 bits."""
     return _divmod(ptx.lane_position()[2], 8 if BITS[cfg.format] == 4 else 4)
 
 
 def _small_piece(cfg: PackedProductConfig, here, column) -> tuple:
     """(address, i64 bytes from group to group, is there one?) of the piece of scales or zero points of a lane."""
     lane, size = ptx.lane_position()[2], ITEM_BYTES[cfg.scale_dtype]
-    of_row = max(cfg.warp_columns * size // PIECE_BYTES, 1)
+    of_row = cfg.warp_columns * size // PIECE_BYTES
     count = cfg.scale_rows * of_row
     row, piece = _divmod(lane, of_row)
     own, row_bytes = ptx.add(column, ptx.mul(piece, PIECE_BYTES // size)), ptx.mul(here.width, size)
@@ -138,10 +141,10 @@ def _place_of_4(row, piece):
 
 
 def _targets_of_8() -> list:
-    """Where the lane's four pieces of a block go: piece t of the inputs 8 i + g.
+    """Where the lane's four pieces of a block go: piece t of the inputs 8 i + g, for i from 0 to 3.
 
-    Input 8 t + k is row 8 t + (k ^ (t / 2)) of the block, and its piece p is at p ^ 2 (t % 2). So lanes that read the
-    same input of each t, and all pieces, have no conflicts, as 8 lanes that write two rows have none.
+    Input 8 i + k is row 8 i + (k ^ (i / 2)) of the block, and its piece p is at p ^ 2 (i % 2). 16 lanes read two pieces
+    of input k of each i, and 8 lanes write two rows: neither has conflicts.
     """
     g, t, _, _ = ptx.lane_position()
     places = []
@@ -161,12 +164,13 @@ def _sources_of_8() -> list:
 
 
 def _copy(to, source, is_wanted) -> None:
+    """Asks for a piece. Where it is not wanted, shared memory keeps what it has."""
     text = "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p cp.async.cg.shared.global [$0], [$1], 16; }"
     ptx.asm(text, "r,l,r", to, source, ptx.bool_to_i32(is_wanted))
 
 
 def _words(place, count: int, offset: int) -> list:
-    """32-bit words of shared memory."""
+    """So many 32-bit words of shared memory, from this offset on: 1, or an even number."""
     if count == 1:
         return [ptx.asm_value(f"ld.shared.b32 $0, [$1+{offset}];", "=r,r", place)]
     found = []

@@ -20,7 +20,7 @@ from pallas_kernels.gpu.queries_sm90 import TOP, powers
 
 
 def first_loads(cfg: PackedProductConfig, here, begin) -> list:
-    """Asks for the first pieces of x that the thread copies. Before it asks for weights, for which memory takes longer.
+    """Loads the first pieces of x that the thread copies, before it asks for weights, which take longer to come.
 
     here: a _Strip of packed_product_sm90.py; begin: the first step of the CTA.
     """
@@ -56,10 +56,8 @@ def _loads(cfg: PackedProductConfig, here, begin, turn) -> list:
         row, piece = arith.divui(number, ptx.i32(cfg.row_pieces)), arith.remui(number, ptx.i32(cfg.row_pieces))
         column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
         is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
-        is_used = ptx.bool_to_i32(is_used)
-        loaded.append(
-            (row, piece, is_used, load_words([place_of(here.x, row, ptx.i32(cfg.inner), column, 2)], 4, is_used))
-        )
+        is_used, place = ptx.bool_to_i32(is_used), place_of(here.x, row, ptx.i32(cfg.inner), column, 2)
+        loaded.append((row, piece, is_used, load_words(place, 4, is_used)))
     return loaded
 
 
@@ -78,7 +76,7 @@ def _store(cfg: PackedProductConfig, base, loaded: list) -> None:
 
 
 def _distances(cfg: PackedProductConfig) -> list[int]:
-    """Between the threads that exchange what they have of a run."""
+    """Between the lanes that exchange what they have of a run: 4 for each block, a power of two, at most 32."""
     return [2**i for i in range((4 * cfg.run).bit_length() - 1)]
 
 

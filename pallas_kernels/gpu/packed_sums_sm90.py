@@ -113,19 +113,15 @@ def place_of(base, row, width, column, size: int):
     return arith.addi(base, arith.muli(at, ptx.i64(size)))
 
 
-def load_words(places: list, words: int, is_used) -> list:
-    """32-bit words from each place in GMEM; what they hold is undefined where is_used is 0."""
-    count = words * len(places)
-    kind = "" if words == 1 else f".v{words}"
-    text = f"{{ .reg .pred p; setp.ne.u32 p, ${count + len(places)}, 0; "
-    for i, _ in enumerate(places):
-        names = ", ".join(f"${words * i + k}" for k in range(words))
-        names = names if words == 1 else f"{{{names}}}"
-        text += f"@p ld.global{kind}.b32 {names}, [${count + i}]; "
-    constraints = ",".join(["=r"] * count + ["l"] * len(places) + ["r"])
-    if count == 1:
-        return [ptx.asm_value(text + "}", constraints, *places, is_used)]
-    return ptx.asm_values(text + "}", constraints, count, *places, is_used)
+def load_words(place, words: int, is_used) -> list:
+    """32-bit words from a place in GMEM, in one load; what they hold is undefined where is_used is 0."""
+    names = ", ".join(f"${k}" for k in range(words))
+    kind, names = ("", names) if words == 1 else (f".v{words}", f"{{{names}}}")
+    text = f"{{ .reg .pred p; setp.ne.u32 p, ${words + 1}, 0; @p ld.global{kind}.b32 {names}, [${words}]; }}"
+    constraints = ",".join(["=r"] * words + ["l", "r"])
+    if words == 1:
+        return [ptx.asm_value(text, constraints, place, is_used)]
+    return ptx.asm_values(text, constraints, words, place, is_used)
 
 
 def scale_number(dtype: str, words, i: int):
@@ -205,7 +201,7 @@ def _of_column(here: Results, start, dtype: str, column, is_used):
     size = ITEM_BYTES[dtype]
     odd = arith.andi(column, ptx.i32(1)) if size == 2 else ptx.i32(0)
     place = place_of(start, ptx.i32(0), here.width, arith.subi(column, odd), size)
-    word = arith.shrui(load_words([place], 1, is_used)[0], ptx.mul(odd, 16))
+    word = arith.shrui(load_words(place, 1, is_used)[0], ptx.mul(odd, 16))
     return scale_number(dtype, [word], 0)
 
 

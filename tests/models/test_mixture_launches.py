@@ -15,7 +15,7 @@ from jattn.nn.norm import Norm
 from jattn.ops import mixture_products
 from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu import expert_product_sm90, packed_sums_sm90
-from pallas_kernels.gpu.expert_choice_sm80 import ChosenExperts
+from pallas_kernels.gpu.expert_choice_sm80 import ChoiceConfig, ChosenExperts
 from tests.kernels.gpu.test_expert_choice import by_threads
 from tests.ops.test_experts import of_16_bits, stacked
 
@@ -271,3 +271,11 @@ def test_where_there_are_such_launches(monkeypatch):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
         assert of(4) is None
+
+
+def test_the_expected_number_of_tiles_is_that_of_random_choices():
+    """Of a device with half of the experts, where each token chooses 3 of 12: of one in four tokens, and of all."""
+    rng, config = np.random.default_rng(3), ChoiceConfig(tokens=6, routes=12, top_k=3, experts=6)
+    draws = [[set(rng.choice(12, 3, replace=False)) for _ in range(6)] for _ in range(4000)]
+    of = lambda tokens: np.mean([len(set().union(*draw[:tokens]) & set(range(6))) for draw in draws])
+    np.testing.assert_allclose(mixture_launches._used_tiles(config), (of(2), of(6)), rtol=0.02)

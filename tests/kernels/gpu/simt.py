@@ -1,7 +1,8 @@
 """A small numpy model of the PTX that a Mosaic GPU kernel inlines: a value is an array of one number for each thread.
 
-`emulated(module, threads)` swaps the MLIR builders under a module of inline PTX for numpy, so that its own code runs
-on a CPU, lane by lane: shared memory, ldmatrix, movmatrix, mma, shuffles and predicated stores, by PTX's definitions.
+`emulated(module, machine)` swaps the MLIR builders under a module of inline PTX for numpy, so that its own code runs on
+a CPU, lane by lane: shared memory, cp.async, ldmatrix, movmatrix, mma, shuffles and predicated stores, by PTX's
+definitions.
 """
 
 import contextlib
@@ -89,7 +90,8 @@ class Machine:
     def __init__(self, threads: int, memory: int):
         self.lane, self.memory = np.arange(threads, dtype=np.int32), np.zeros(memory, np.uint8)
         self.outputs = 0  # of the assembly that is being run
-        self.copies, self.copies_late = [[]], False  # groups of cp.async; are they done at once, or when waited for?
+        self.copies = [[]]  # of cp.async: the groups that were committed, and the last one, which was not yet
+        self.copies_late = False  # are copies done when they are waited for, and not at once?
 
     def load(self, place, kind, mask=None):
         place = np.broadcast_to(place, self.lane.shape).astype(np.int64)
@@ -203,7 +205,7 @@ class Machine:
             flags[target] = compare(number, np.int64(int(constant)).astype(number.dtype))
             if ".and." in name:
                 flags[target] = flags[target] & flags[rest.split(",")[3].strip()]
-        elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate holds
+        elif name.startswith("cp.async.cg"):  # 16 bytes; zeros where the predicate among its operands holds
             ignored = flags[rest.split(",")[3].strip()] if rest.count(",") == 3 else ~mask
             for i in np.flatnonzero(mask):
                 to, source = (int(np.broadcast_to(x, mask.shape)[i]) for x in operands)
@@ -227,13 +229,13 @@ class Machine:
                 outputs[number] = np.where(mask, new, outputs[number]) if number in outputs else new
 
     def _copy(self, some: list) -> None:
-        """Does what cp.async was asked for."""
+        """Does these copies of cp.async, (to, source or None for zeros), and forgets them."""
         for to, source in some:
             self.memory[to : to + 16] = 0 if source is None else self.memory[source : source + 16]
         some.clear()
 
     def _finish(self, pending: int) -> None:
-        """All groups of copies but the last `pending` that were committed."""
+        """Does the copies of all committed groups but the last `pending`."""
         last = len(self.copies) - 1 - pending
         for group in self.copies[: max(last, 0)]:
             self._copy(group)
@@ -416,7 +418,10 @@ def emulated(module, machine: Machine):
 
     def loop(count, carry, step):
         for i in range(np.max(count)):
-            carry = step(np.full(machine.lane.shape, i, np.int32), carry)
+            new = step(np.full(machine.lane.shape, i, np.int32), carry)
+            is_run = i < np.asarray(count)  # a thread that has run its own number of steps keeps what it has
+            kept = lambda new, old, is_run=is_run: np.where(is_run, new, _like(old, new))
+            carry = new if np.all(is_run) else jax.tree.map(kept, new, carry)
         return carry
 
     def repeat(condition, step, *carry):

@@ -124,6 +124,11 @@ def test_every_tile_has_the_same_tokens(tokens):
         assert (error <= 2.0**-8 * np.abs(wanted) + 1e-5).all()
 
 
+def test_tiles_of_few_rows_have_narrow_ctas():
+    shape = dict(rows=96, inner=128, width=384, experts=4, dtype="bfloat16")
+    assert [choose(132, tile_rows=tile_rows, **shape).warpgroups for tile_rows in (8, 16, 32)] == [1, 2, 2]
+
+
 def test_refuses_with_every_reason():
     config, x, weights, tiles, _ = case(8, 2, 1, 128, 128)
     bad = dataclasses.replace(config, inner=100, width=100, dtype="float32", tile_rows=7)
