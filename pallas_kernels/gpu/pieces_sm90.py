@@ -182,9 +182,11 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     """The j-th piece of this CTA or pipeline: its units of whole waves, then its part of the line."""
     me = worker(cfg, refs)
     waves, u0, b0, u1, b1 = (refs.cta[me, i] for i in range(5))
-    k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)
-    snake = lambda: jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.workers - 1 - me)
-    place = refs.cta[me, wl.PLACE] if cfg.flat_list else snake()
+    if cfg.flat_list:  # none is walked backward
+        k, place = j, refs.cta[me, wl.PLACE]
+    else:
+        k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)
+        place = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.workers - 1 - me)  # in snake order
     unit = jnp.where(k < waves, k * cfg.workers + place, u0 + k - waves)
     set_units, set_heads = refs.cta[me, wl.SET_UNITS], refs.cta[me, wl.SET_HEADS]
     tile, head = wl.place_of(unit, set_units, cfg.num_kv_heads, set_heads)
