@@ -46,8 +46,8 @@ MERGE = dict(in_flight=4, chunks=4)
 """Of merge_parts: 528 CTAs take 2 us on an H200 where there is nothing to merge; the 2112 of chunks=1 take 7."""
 FEW_UNITS, FEW_ROWS, CTAS_OF_FEW = 32, 16, 32
 """merge_few_sm90.py merges up to so many units, or units of up to so many rows, with so many CTAs of each. One request
-of 16 heads: with 600 keys 7.8 -> 2.2 us, with 8192 71 -> 7.7; of 128 heads 10.6 -> 3.5 and 44 -> 10.7. 32 requests of 128
-heads take 9.0 by merge_parts and 11 by it (an H200, 2026-11-29)."""
+of 16 heads takes 2.2 us instead of 7.8 with 600 keys, and 7.7 instead of 71 with 8192; of 128 heads 3.5 instead of
+10.6, and 10.7 instead of 44. 32 requests of 128 heads take 9.0 by merge_parts and 10.4 by it (an H200, 2026-11-29)."""
 
 
 def latent_attention(

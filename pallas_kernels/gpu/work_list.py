@@ -23,9 +23,9 @@ The ranked list, for any batch:
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 Its waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
-at 2 us each. CTAs without a part of the line have them first. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
-config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
-unit.
+at 2 us each. CTAs without a part of the line have them first. XLA makes few kernels of it. A cut within a unit of few
+keys (see WHOLE_KEYS), or of any number with config.whole_units or where units are about equal and fill whole waves (see
+CUTS_KEYS), moves to the nearer end of the unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). A flat list begins with the ghost's tiles, as many as if all tokens were padding; those past the
@@ -294,7 +294,8 @@ def _cut_line(nblk, ghosts: int, config):
     own = starts - b0  # where the unit begins in which this CTA begins
     joins += [((own + 1) * ctas - 1) // some, cdiv((own + each[me]) * ctas, some) - 1]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
-    # Up to C blocks are one a CTA, so that `cut` counts the CTAs before that have one. Even pieces are in the first CTAs.
+    # With up to C blocks a CTA has one or none, so that `cut` counts those before that have one. Even pieces are in the
+    # first CTAs.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
     return _columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
