@@ -40,8 +40,8 @@ def _choice_config(moe: Any, tokens: int, count: int) -> ChoiceConfig | None:
 
 def _used_tiles(config: ChoiceConfig) -> tuple[float, ...]:
     """How many tiles probably have rows: of one token for each 4, as a step for up to 4 requests often has only one,
-    and of all tokens."""
-    of = lambda tokens: config.experts * (1 - (1 - config.top_k / config.routes) ** tokens)
+    and of all tokens. At least 1: a launch without any takes the same time however its work is divided."""
+    of = lambda tokens: max(1.0, config.experts * (1 - (1 - config.top_k / config.routes) ** tokens))
     return of(-(-config.tokens // 4)), of(config.tokens)
 
 

@@ -15,7 +15,7 @@ from jattn.nn.norm import Norm
 from jattn.ops import mixture_products
 from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu import expert_product_sm90, packed_sums_sm90
-from pallas_kernels.gpu.expert_choice_sm80 import ChosenExperts
+from pallas_kernels.gpu.expert_choice_sm80 import ChoiceConfig, ChosenExperts
 from tests.kernels.gpu.test_expert_choice import by_threads
 from tests.ops.test_experts import of_16_bits, stacked
 
@@ -151,6 +151,15 @@ def test_what_is_not_zero_is_live(monkeypatch, is_live):
     found = run()
     close(found, wanted)
     assert seen and np.asarray(found, bool).any(axis=1).tolist() == [True, False, True, False, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("experts, routes, top_k", [(4, 256, 8), (1, 512, 1), (5, 5, 5), (3, 128, 4), (128, 128, 8)])
+def test_the_tiles_that_launches_are_chosen_for(tokens, experts, routes, top_k):
+    """Of an expert-parallel part with few experts there are less than one on average, but no launch has part of one."""
+    config = ChoiceConfig(tokens=tokens, routes=routes, top_k=top_k, experts=experts)
+    few, most = mixture_launches._used_tiles(config)
+    assert 1 <= few <= most <= config.tiles and (top_k < routes or few == experts)
 
 
 def test_all_experts_begin_at_the_first(monkeypatch):
