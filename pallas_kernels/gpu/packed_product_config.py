@@ -13,6 +13,7 @@ SM_SHARED_BYTES = 227 * 1024  # of an SM
 SHARED_BYTES = 224 * 1024  # of a CTA
 PIECE_BYTES = 16  # that a thread copies at once
 COPIES = 4  # pieces of x that a thread copies at a time
+UNROLLS = 1, 2, 4, 8  # blocks of a step: the lanes that have a run of x exchange what they have of it
 BITS = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4}
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}  # of a scale or a result
 NVFP4, MXFP4 = ("fp4", 16, "float8_e4m3fn"), ("fp4", 32, "bfloat16")  # format, group, dtype of scales
@@ -285,6 +286,7 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(chip != "sm_90", f"chip {chip}: the kernel was only built and measured for sm_90")
     refuse(c.format not in BITS, f"format {c.format}: wanted one of {', '.join(BITS)}")
     refuse(c.most_rows is not None and c.most_rows < 1, f"at most {c.most_rows} rows of an expert: wanted 1 or more")
+    refuse(c.unroll not in UNROLLS, f"{c.unroll} blocks of a step: wanted one of {', '.join(map(str, UNROLLS))}")
     if reasons:
         return reasons
     refuse_types(c, reasons)

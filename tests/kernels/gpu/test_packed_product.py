@@ -281,6 +281,8 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
     [
         (dict(group=48), "groups of 48: wanted multiples of 32"),
         (dict(unroll=4, group=64, inner=448), "inner 448: wanted a multiple of 128"),
+        (dict(unroll=3, group=96, inner=192), "3 blocks of a step: wanted one of 1, 2, 4, 8"),
+        (dict(unroll=16, group=512, inner=512), "16 blocks of a step"),
         (dict(unroll=2, group=96, inner=192), "groups of 96: a step of 64 inputs has parts of some"),
         (dict(widths=(130,)), "widths (130,): wanted multiples of 8"),
         (dict(format="fp4", has_zeros=True), "zero points of fp4: only integers have them"),
