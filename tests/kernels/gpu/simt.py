@@ -416,7 +416,8 @@ def emulated(module, machine: Machine):
 
     def loop(count, carry, step):
         for i in range(np.max(count)):
-            carry = step(np.full(machine.lane.shape, i, np.int32), carry)
+            new = step(np.full(machine.lane.shape, i, np.int32), carry)
+            carry = jax.tree.map(lambda n, old: np.where(i < count, n, _like(old, n)), new, carry)
         return carry
 
     def repeat(condition, step, *carry):

@@ -51,6 +51,8 @@ CASES = {
     "int8 of float16": dict(format="int8", group=256, scale_dtype="float32", unroll=2, x_dtype="float16"),
     "fp8 of float16": dict(format="fp8", group=128, scale_dtype="float32", rows=11, x_dtype="float16"),
     "one scale of fp8, float16": dict(format="fp8", group=256, scale_dtype="float32", x_dtype="float16"),
+    "parts of 2 and 3 steps": dict(format="int4", group=32, scale_dtype="bfloat16", splits=3, ring=5),
+    "parts of 1 and 2 steps of 8 bits": dict(format="fp8", group=32, scale_dtype="float32", splits=5, rows=9),
     "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
     "a factor beside one scale": dict(format="int8", group=256, scale_dtype="float32", has_factor=True, rows=11),
     "NVFP4": dict(NVFP4, unroll=2),
