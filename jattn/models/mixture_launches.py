@@ -41,9 +41,10 @@ def _choice_config(moe: Any, tokens: int, count: int) -> ChoiceConfig | None:
 def _used_tiles(config: ChoiceConfig) -> tuple[float, ...]:
     """The expected number of tiles with rows, if a quarter of the tokens are of requests, and if all are.
 
-    Steps are padded: one of 4 tokens serves up to 4 requests, and often has only one.
+    Steps are padded: one of 4 tokens serves up to 4 requests, and often has only one. At least 1: a launch without any
+    takes the same time however its work is divided.
     """
-    expected = lambda tokens: config.experts * (1 - (1 - config.top_k / config.routes) ** tokens)
+    expected = lambda tokens: max(1.0, config.experts * (1 - (1 - config.top_k / config.routes) ** tokens))
     return expected(-(-config.tokens // 4)), expected(config.tokens)
 
 

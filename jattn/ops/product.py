@@ -263,9 +263,11 @@ def _gpu_config(x: jax.Array, kernels: Kernels, dtype: Any) -> GpuConfig | None:
         chip=device.detect().generation, rows=rows, inner=inner, widths=tuple(kernel.shape[-1] for kernel in kernels),
         dtype=jnp.dtype(dtype).name, x_dtype=x.dtype.name, **first.form,
     )  # fmt: skip
-    is_few = rows <= packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]
-    of_few_rows = packed_product_config.choose if is_few else lambda processors, **fields: None
-    return packed_wgmma_config.choose(processors, **fields) or of_few_rows(processors, **fields)
+    by_wgmma, by_few_rows = packed_wgmma_config.choose, packed_product_config.choose
+    order = (by_wgmma, by_few_rows) if rows >= packed_wgmma_config.FEWEST_ROWS else (by_few_rows, by_wgmma)
+    if rows > packed_product_config.MAX_ROWS[packed_product_config.BITS[first.format]]:
+        order = (by_wgmma,)
+    return next((config for choose in order if (config := choose(processors, **fields)) is not None), None)
 
 
 def _supports_gpu_packed(platform: str, x: jax.Array, kernels: Kernels, dtype: Any) -> bool:

@@ -98,6 +98,11 @@ class GpuKernelConfig:
         return self.q_buffers == 1
 
     @property
+    def moves_padding(self) -> bool:
+        """In a flat list, do CTAs without keys have the padding before others?"""
+        return self.flat_list
+
+    @property
     def few_rows(self) -> int:
         """The most rows of a tile, where none is long."""
         return self.narrow_rows or WARPGROUP_ROWS

@@ -62,6 +62,11 @@ class WarpKernelConfig(GpuKernelConfig):
         return int(self.chip[3:]) >= FP8_CONVERSIONS
 
     @property
+    def moves_padding(self) -> bool:
+        """No: to read its place costs a tile with every option a register that it does not have."""
+        return False
+
+    @property
     def few_rows(self) -> int:
         """The most rows of a tile, where none is long."""
         return WARPGROUP_ROWS if self.wide_tiles else self.narrow_rows

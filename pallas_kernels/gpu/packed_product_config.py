@@ -10,7 +10,7 @@ EXPERT_ROWS = 16  # rows of a tile of an expert, at most
 TILE_ROWS = 32  # rows of any other tile, at most
 MAX_WARPS = 16  # of a CTA, and of an SM, as a thread has up to 128 registers
 MAX_SPLITS = 8  # CTAs of a cluster
-SM_SHARED_BYTES = 227 * 1024  # of an SM
+SM_SHARED_BYTES = 227 * 1024  # of the CTAs of an SM, each with 1 KiB that Mosaic adds
 SHARED_BYTES = 224 * 1024  # of a CTA
 PIECE_BYTES = 16  # of a piece, which one instruction of a thread copies
 STEPS = 1, 2, 4, 8  # blocks of a step: the lanes of a warp exchange what they have of the inputs of a run
@@ -316,7 +316,8 @@ def supports(config: PackedProductConfig, *, chip: str = "sm_90") -> list[str]:
 
 
 WARPS = ((4, 2), (1, 8), (1, 16), (2, 8), (2, 4), (4, 4), (8, 2), (16, 1))
-"""Warps of a CTA that `choose` tries: side by side, and along the inner dimension."""
+FEW_WARPS = ((4, 1), (2, 2), (1, 4))
+"""Warps of a CTA: side by side, and along the inner dimension. Few where more need too much shared memory."""
 RINGS = {8: ((1, 3), (1, 2)), 4: ((2, 4), (1, 6), (1, 2))}
 """By the bits of a code: blocks of a step and slots of a ring. The first pair for which there is a launch is taken."""
 
@@ -332,9 +333,10 @@ def choose(
     base = PackedProductConfig(**fields)
     if base.format not in BITS:
         return None
-    for unroll, ring in RINGS[BITS[base.format]]:
-        if ways := _ways(dataclasses.replace(base, unroll=unroll, ring=ring), processors, chip):
-            return _fastest(ways, processors, used or (base.tiles,))
+    for warps in (WARPS, FEW_WARPS):
+        for unroll, ring in RINGS[BITS[base.format]]:
+            if ways := _ways(dataclasses.replace(base, unroll=unroll, ring=ring), processors, chip, warps):
+                return _fastest(ways, processors, used or (base.tiles,))
     return None
 
 
@@ -346,9 +348,11 @@ def _fastest(ways: list[PackedProductConfig], processors: int, used: tuple[float
     return ways[ratios.index(min(ratios))]
 
 
-def _ways(base: PackedProductConfig, processors: int, chip: str = "sm_90") -> list[PackedProductConfig]:
-    """Every division of the work that the kernel serves."""
-    parts = [(across, along, splits) for across, along in WARPS for splits in range(1, MAX_SPLITS + 1)]
+def _ways(
+    base: PackedProductConfig, processors: int, chip: str = "sm_90", warps: tuple = WARPS
+) -> list[PackedProductConfig]:
+    """Every division of the work among so many warps that the kernel serves."""
+    parts = [(across, along, splits) for across, along in warps for splits in range(1, MAX_SPLITS + 1)]
     every = (dataclasses.replace(base, across=across, along=along, splits=splits) for across, along, splits in parts)
     served = [way for way in every if not supports(way, chip=chip)]
     if not base.experts:
@@ -358,11 +362,13 @@ def _ways(base: PackedProductConfig, processors: int, chip: str = "sm_90") -> li
 
 SPREAD = {1: 1.0, 2: 0.97, 3: 0.82, 4: 0.82}
 SPREAD_OF_MORE = 0.72
-"""The part of the places for CTAs that clusters can take, by their size: groups of SMs have an odd number of places."""
+"""The part of the places for CTAs that clusters can take, by their size, as fitted: a cluster lies in one group of 16
+or 18 SMs, and leaves places of it free."""
 
 
 def places(config: PackedProductConfig, processors: int) -> float:
-    """CTAs that run at the same time."""
+    """CTAs that run at the same time, if a thread has up to 128 registers. With 8 warps and more than 8 rows it may
+    have more, and half of them run."""
     by_warps = MAX_WARPS // (config.across * config.along)
     slots = max(min(by_warps, SM_SHARED_BYTES // (4 * config.shared_floats + 1024)), 1)
     return processors * slots * SPREAD.get(config.splits, SPREAD_OF_MORE)
@@ -387,9 +393,8 @@ def cost(config: PackedProductConfig, processors: int, used: float) -> float:
     c, able = config, places(config, processors)
     warps, rows = c.across * c.along, min(c.tile_rows, c.rows)
     steps, turns = -(-c.chunks // c.parts), -(-rows * c.row_pieces // (32 * warps * COPIES))
-    decoding = (
-        DECODING[BITS[c.format]] * (OF_FLOATS if c.format == "fp4" else 1) * (1 + OF_ROWS * (c.tile_rows // 8 - 1))
-    )
+    decoding = DECODING[BITS[c.format]] * (1 + OF_ROWS * (c.tile_rows // 8 - 1))
+    decoding *= OF_FLOATS if c.format == "fp4" else 1
 
     def of_round(ctas: float) -> float:
         of_sm = c.slot_bytes * warps * max(ctas / processors, 1)
@@ -397,6 +402,6 @@ def cost(config: PackedProductConfig, processors: int, used: float) -> float:
         return steps * ((of_sm * decoding) ** 4 + reading**4) ** 0.25 + ROUND + TURN * (turns - 1)
 
     rounds, rest = divmod(c.strips * used * c.splits / able, 1)
-    time = rounds * of_round(able) + (of_round(rest * able) if rest > 0.01 else 0)
+    time = rounds * of_round(able) + (of_round(rest * able) if rest > 0.01 else 0)  # less is an error of rounding
     small = PEER * (c.splits - 1) * (1 + rows / 16) + CLUSTER * (c.splits > 1) + PART * c.along * c.tile_rows / 8
     return START + time + small

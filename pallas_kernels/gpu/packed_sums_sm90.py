@@ -139,7 +139,10 @@ def wait_for_all(cfg):
 
 
 def wait_to_leave(cfg):
-    """Waits until the other CTAs of the cluster have read the shared memory of this one; it publishes no stores."""
+    """Waits until the other CTAs of the cluster have read the shared memory of this one; it publishes no stores.
+
+    What a thread has read is there before it stores their sum, and it stores that before it arrives.
+    """
     if cfg.splits > 1:
         ptx.asm("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.aligned;", "")
 

@@ -17,9 +17,9 @@ COLUMNS = 64  # of a warpgroup: the rows of wgmma
 PIECE = 128  # columns of 8 bits that TMA swizzles in shared memory
 TILE_ROWS, WIDE_TILE_ROWS = 64, 128  # of a CTA, at most; wide ones have codes decoded for twice as many rows
 FEWEST_ROWS, MAX_ROWS = 17, 256
-"""Rows from which it is faster than packed_product_sm90.py, and up to which it is faster than XLA's product with the
-dequantised matrix. Gate and up of 8B with 16 rows take 22.6 us of int4 and 37.4 of fp8 by the former, 25.8 and 40.6 by
-this one (an H200, 2026-11-29); dequantised they take 230 us."""
+"""Rows from which it is faster than packed_product_sm90.py, which takes 22.6 us for gate and up of 8B with 16 rows of
+int4, and 37.4 of fp8, where this one takes 25.8 and 40.6 (an H200, 2026-11-29); and up to which it is faster than XLA's
+product with the dequantised matrix: gate and up of 8B take 230 us. jattn/ops/product.py heeds the first."""
 MOST_STAGES = 12
 SHARED_BYTES, SHARED_BYTES_OF_TWO = 222 * 1024, 108 * 1024
 """Of a CTA, and of each of two on an SM, without the barriers and what Mosaic adds to each buffer: up to 1 KiB."""
@@ -163,7 +163,7 @@ def supports(config: PackedWgmmaConfig, *, chip: str = "sm_90") -> list[str]:
 def choose(processors: int, *, chip: str = "sm_90", **fields) -> PackedWgmmaConfig | None:
     """The config of these sizes that is the fastest by `cost`; None where the kernel does not serve them."""
     base = PackedWgmmaConfig(**fields)
-    if base.format not in BITS or not FEWEST_ROWS <= base.rows <= MAX_ROWS:
+    if base.format not in BITS or base.rows > MAX_ROWS:
         return None
     return min(ways(base, chip), key=lambda way: cost(way, processors), default=None)
 

@@ -182,7 +182,7 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     """The j-th piece of this CTA or pipeline: its units of whole waves, then its part of the line."""
     me = worker(cfg, refs)
     waves, u0, b0, u1, b1 = (refs.cta[me, i] for i in range(5))
-    if cfg.flat_list:  # none is walked backward
+    if cfg.moves_padding:  # in flat lists, of which none is walked backward
         k, place = j, refs.cta[me, wl.PLACE]
     else:
         k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)

@@ -23,9 +23,10 @@ The ranked list, for any batch:
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 Its waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
-at 2 us each. CTAs without a part of the line have them first. XLA makes few kernels of it. A cut within a unit of few
-keys (see WHOLE_KEYS), or of any number with config.whole_units or where units are about equal and fill whole waves (see
-CUTS_KEYS), moves to the nearer end of the unit.
+at 2 us each. With config.moves_padding CTAs without a part of the line have them first, else they are given out in
+snake order. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
+config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
+unit.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). A flat list begins with the ghost's tiles, as many as if all tokens were padding; those past the
@@ -36,7 +37,7 @@ padding have no rows. Then each request has one tile.
                            the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit to merge
                            (or -1), the first and the last CTA that hold a part of it; of flat lists only FROM, UNTIL:
                            the same two CTAs of the unit in which this CTA's part begins, and PLACE: the CTA's place
-                           within each wave
+                           within each wave, if config.moves_padding
 """
 
 import dataclasses
@@ -234,7 +235,10 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
     cut = _cut_line(jnp.where(is_ghost, 0, info[NBLK]), ghosts, config)
     full, rest = _divmod(cdiv(pads * config.group, config.tile_rows) * config.num_kv_heads, config.workers)
-    waves = full + (cut[:, PLACE] < rest)
+    place = cut[:, PLACE]
+    if not config.moves_padding:
+        place = _snake(full, jnp.arange(config.workers, dtype=jnp.int32), config.workers)
+    waves = full + (place < rest)
     cut = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cut)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=cut)
 

@@ -153,6 +153,15 @@ def test_what_is_not_zero_is_live(monkeypatch, is_live):
     assert seen and np.asarray(found, bool).any(axis=1).tolist() == [True, False, True, False, True]
 
 
+@pytest.mark.parametrize("tokens", [1, 8])
+@pytest.mark.parametrize("experts, routes, top_k", [(4, 256, 8), (1, 512, 1), (5, 5, 5), (3, 128, 4), (128, 128, 8)])
+def test_the_tiles_that_launches_are_chosen_for(tokens, experts, routes, top_k):
+    """Of an expert-parallel part with few experts there are less than one on average, but no launch has part of one."""
+    config = ChoiceConfig(tokens=tokens, routes=routes, top_k=top_k, experts=experts)
+    few, most = mixture_launches._used_tiles(config)
+    assert 1 <= few <= most <= config.tiles and (top_k < routes or few == experts)
+
+
 def test_all_experts_begin_at_the_first(monkeypatch):
     """Whatever `first` is: the router's experts are those of the matrices."""
     (moe, weights), x = mixture("Mixtral"), draw(TOKENS, HIDDEN)

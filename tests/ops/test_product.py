@@ -9,6 +9,9 @@ from jax.sharding import Mesh, PartitionSpec
 from jattn.device import Chip
 from jattn.ops import product as product_ops
 from jattn.ops.product import gated_product, product, products
+from jattn.ops.quantised import QuantisedArray
+from pallas_kernels.gpu.packed_product_config import PackedProductConfig
+from pallas_kernels.gpu.packed_wgmma_config import PackedWgmmaConfig
 
 BY_NAME = {way.name: way for way in product_ops.IMPLEMENTATIONS if way.name != "cpu_packed"}
 
@@ -32,6 +35,33 @@ def only(monkeypatch, name: str) -> None:
         pytest.skip(f"{name} is not available here")
     monkeypatch.setattr(product_ops, "IMPLEMENTATIONS", (BY_NAME[name],))
     monkeypatch.setattr(product_ops, "NATIVE_MAX_ROWS_WITH_AMX", product_ops.NATIVE_MAX_ROWS)
+
+
+LAUNCHES = {  # rows, inner, width, format, group: the launch on a Hopper GPU
+    (16, 4096, 4096, "int4", 64): PackedProductConfig,
+    (16, 4096, 28672, "fp8", 128): PackedProductConfig,
+    (17, 4096, 4096, "int4", 64): PackedWgmmaConfig,
+    (17, 4096, 4128, "int4", 64): PackedProductConfig,  # columns that wgmma's CTAs do not divide
+    (16, 53248, 16384, "fp8", 128): PackedWgmmaConfig,  # Llama 405B: 16 rows of so many inputs fit nowhere else
+    (64, 18176, 4544, "fp8", 64): PackedProductConfig,  # Falcon 7B, by CTAs of few warps
+    (64, 4096, 28672, "int8", 4096): PackedWgmmaConfig,
+    (257, 4096, 4096, "int4", 64): None,
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES, ids=str)
+def test_which_launch_multiplies_packed_rows_on_hopper(case, monkeypatch):
+    rows, inner, width, format, group = case
+    monkeypatch.setattr(product_ops.device, "processors", lambda: 132)
+    monkeypatch.setattr(product_ops.device, "detect", lambda: Chip("gpu", "sm_90"))
+    item, codes = (8, "uint32") if format == "int4" else (1, "int8" if format == "int8" else "uint8")
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes[:-1], sizes[-1])
+    weight = QuantisedArray(
+        values=shape(inner // item, width, codes), scales=shape(inner // group, width, "float32"), zero_points=None,
+        factor=None, format=format, dtype=jnp.dtype("bfloat16"),
+    )  # fmt: skip
+    config = product_ops._gpu_config(shape(rows, inner, "bfloat16"), (weight,), "bfloat16")
+    assert type(config) is (LAUNCHES[case] or type(None))
 
 
 PARTS = {  # rows, inner, width: parts of the inner dimension on a GPU

@@ -90,6 +90,7 @@ class Machine:
     def __init__(self, threads: int, memory: int):
         self.lane, self.memory = np.arange(threads, dtype=np.int32), np.zeros(memory, np.uint8)
         self.outputs = 0  # of the assembly that is being run
+        self.bounds: list = []  # (begin, end) of each array in GMEM; empty: addresses there are not checked
         self.copies = [[]]  # of cp.async: the groups that were committed, and the last one, which was not yet
         self.copies_late = False  # are copies done when they are waited for, and not at once?
 
@@ -195,6 +196,8 @@ class Machine:
         args_outputs = range(self.outputs)
         operands = [get(n) for n in numbers[count:]]
         offset = int((re.findall(r"\[\$\d+\+(\d+)\]", rest) or [0])[0])
+        if self.bounds and ".global" in name:
+            self._check_bounds(name, operands[name.startswith("cp.async")] + offset, mask)
         if name == "and.b32" and len(numbers) == 2 and rest.startswith("t,"):  # to the register t
             flags["t"] = operands[0] & operands[1]
         elif name.startswith("setp"):
@@ -227,6 +230,14 @@ class Machine:
             results = self._compute(name, rest, operands, offset, mask, flags)
             for number, new in zip(numbers[:count], results, strict=True):
                 outputs[number] = np.where(mask, new, outputs[number]) if number in outputs else new
+
+    def _check_bounds(self, name: str, place, mask) -> None:
+        """Every address of a load, a store or a copy is within one of the arrays."""
+        words = re.findall(r"\.v(\d)", name)
+        size = 16 if name.startswith("cp.async") else 4 * int(words[0]) if words else 4
+        place = np.broadcast_to(place, mask.shape)[mask].astype(np.int64)
+        within = [(begin <= place) & (place + size <= end) for begin, end in self.bounds]
+        assert np.any(within, axis=0).all(), f"{name} beyond an array"
 
     def _copy(self, some: list) -> None:
         """Does these copies of cp.async, (to, source or None for zeros), and forgets them."""

@@ -51,6 +51,8 @@ CASES = {
     "int8 of float16": dict(format="int8", group=256, scale_dtype="float32", unroll=2, x_dtype="float16"),
     "fp8 of float16": dict(format="fp8", group=128, scale_dtype="float32", rows=11, x_dtype="float16"),
     "one scale of fp8, float16": dict(format="fp8", group=256, scale_dtype="float32", x_dtype="float16"),
+    "parts of 2 and 3 steps": dict(format="int4", group=32, scale_dtype="bfloat16", splits=3, ring=5),
+    "parts of 1 and 2 steps of 8 bits": dict(format="fp8", group=32, scale_dtype="float32", splits=5, rows=9),
     "experts": dict(format="int4", group=64, scale_dtype="bfloat16", has_zeros=True, unroll=2, rows=20, experts=3),
     "a factor beside one scale": dict(format="int8", group=256, scale_dtype="float32", has_factor=True, rows=11),
     "NVFP4": dict(NVFP4, unroll=2),
@@ -64,13 +66,13 @@ TILES = [(2, 0, 7), (0, 7, 13), (1, 20, 0)]  # (expert, first row, rows)
 
 
 class Memory:
-    """Arrays one after the other in the machine's memory."""
+    """Arrays one after the other in the machine's memory, with so many bytes between them."""
 
-    def __init__(self):
-        self.parts, self.size = [], 0
+    def __init__(self, gap: int = 0):
+        self.parts, self.size, self.gap = [], 0, gap
 
     def add(self, array: np.ndarray) -> int:
-        at, self.size = self.size, self.size + -(-array.nbytes // 16) * 16
+        at, self.size = self.size, self.size + -(-array.nbytes // 16) * 16 + self.gap
         self.parts.append((at, np.ascontiguousarray(array).reshape(-1).view(np.uint8)))
         return at
 
@@ -84,7 +86,7 @@ class Memory:
 def run(cfg: PackedProductConfig, x, weights, tiles=None, copies_late: bool = False) -> list[np.ndarray]:
     """y of each matrix, computed thread by thread. copies_late: what cp.async copies is there only once it was waited
     for, as late as the card may bring it; else at once, as early."""
-    memory = Memory()
+    memory = Memory(gap=4096)
     shared = 4 * cfg.shared_floats
     base, addresses = memory.add(np.full(shared * cfg.splits, 0xFF, np.uint8)), [memory.add(x)]
     if tiles is not None:
@@ -94,6 +96,7 @@ def run(cfg: PackedProductConfig, x, weights, tiles=None, copies_late: bool = Fa
     out = memory.add(np.full((cfg.rows, cfg.joined_width), np.nan, np.float32))
     machine = memory.machine(128 * cfg.warpgroups * cfg.splits)
     machine.copies_late = copies_late
+    machine.bounds = [(at, at + raw.size) for at, raw in memory.parts[1:]]  # the first is shared memory
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
     whole = machine.lane // 128
 
@@ -220,6 +223,17 @@ def test_a_mutant_is_caught(fault):
     module, name, change = MUTANTS[fault]
     with mock.patch.object(module, name, change(getattr(module, name))):
         assert not all(error_of("NVFP4", copies_late) < 1e-2 for copies_late in (False, True))
+
+
+def test_a_copy_beyond_an_array_is_caught():
+    real = packed_ring.Ring.of_warp
+
+    def of_warp(*args):
+        ring = real(*args)
+        return dataclasses.replace(ring, has_codes=np.ones_like(ring.has_codes))
+
+    with mock.patch.object(packed_ring.Ring, "of_warp", of_warp), pytest.raises(AssertionError, match="beyond an arr"):
+        error_of("NVFP4")
 
 
 @pytest.mark.parametrize("used", [0, 1, 3, 5])

@@ -248,13 +248,6 @@ def test_every_chosen_launch_is_one_that_the_kernel_serves(name, form):
             assert min(b - a for a, b in zip(edges, edges[1:], strict=False)) >= 1
 
 
-def test_few_rows_are_left_to_the_other_kernel():
-    sizes = dict(inner=4096, widths=(4096,), scale_dtype="float32")
-    chosen = lambda **fields: choose(132, **sizes | fields)
-    for form in (dict(format="int8", group=4096), dict(format="int4", group=64)):
-        assert chosen(rows=16, **form) is None and chosen(rows=17, **form) is not None
-
-
 def test_codes_are_decoded_once_for_128_rows_where_that_is_faster():
     """On an H100 down of 8B takes 38.9 with 96 rows, in two tiles 48.7; of 256 rows 91 and 73."""
     down = lambda rows, **fields: choose(

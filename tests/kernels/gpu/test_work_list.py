@@ -71,7 +71,7 @@ def pieces_of(cta_row, me, info, config):
     waves, u0, b0, u1, b1, _, *sets = (int(x) for x in cta_row[:8])
     for j in range(waves + (u1 - u0) + (b1 > 0)):
         place = me if j % 2 == 0 else config.workers - 1 - me
-        place = int(cta_row[wl.PLACE]) if config.flat_list else place
+        place = int(cta_row[wl.PLACE]) if config.moves_padding else place
         unit = j * config.workers + place if j < waves else u0 + j - waves
         tile, head = place_of(unit, sets, config)
         yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
@@ -116,6 +116,13 @@ def test_ctas_without_keys_have_the_padding(piece_blocks):
     has_keys = [any(tile >= 2 and some for tile, some in pieces) for pieces in of_cta]
     assert sum(has_keys) in (8, 40) and sum(has_padding) == 16, "whole units, or their blocks; two tiles of 8 heads"
     assert not np.logical_and(has_keys, has_padding).any()
+
+
+@pytest.mark.parametrize("batch", FLAT)
+def test_where_padding_is_not_moved_it_is_given_out_in_snake_order(batch, monkeypatch):
+    monkeypatch.setattr(GpuKernelConfig, "moves_padding", False)
+    requests, pad, ctas = FLAT[batch]
+    check_once(*make(requests, MaskRule(), pad=pad + 300, ctas=ctas, flat=True))
 
 
 @pytest.mark.parametrize("batch", [*BATCHES, *(f"flat: {name}" for name in FLAT)])
