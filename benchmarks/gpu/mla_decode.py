@@ -96,6 +96,11 @@ TIMED = [
     LatentCase(name="mla_dec_32x8k_h128", lengths=((1, 8192),) * 32, heads=128),
     LatentCase(name="mla_dec_16x4k_h16", lengths=((1, 4096),) * 16, heads=16),
 ]
+FEW = [  # one request in a step of four rows
+    LatentCase(name=f"mla_dec_1x{keys}_h{heads}", lengths=((1, keys),), heads=heads, pads=3)
+    for heads in (16, 128)
+    for keys in (600, 8192)
+]
 SEVERAL = [  # new tokens of each request
     LatentCase(name=f"mla_dec_{b}x{k}k_h{heads}_q{n}", lengths=((n, 1024 * k),) * b, heads=heads)
     for b, k, heads in ((32, 8, 128), (128, 4, 16))
@@ -105,8 +110,9 @@ TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) f
 VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
 TUNED = {  # variant -> constants of mla_sm90.py, and the cases whose kernel has them
     "registers 168,128,48": (dict(REGISTERS=(168, 128, 48)), TIMED[1:2]),
-    "merge 2 chunks": (dict(MERGE=dict(in_flight=4, chunks=2)), TIMED[1:]),
-    "merge 8 parts": (dict(MERGE=dict(in_flight=8, chunks=2)), TIMED[2:]),
+    "merge 2 chunks": (dict(MERGE=dict(in_flight=4, chunks=2)), TIMED[1:2]),
+    "merge 8 parts": (dict(MERGE=dict(in_flight=8, chunks=2)), TIMED[1:2]),
+    "merge by 16 CTAs": (dict(CTAS_OF_FEW=16), FEW),
 }
 LARGE = 30  # of a cache of 8 bits, the standard deviation of an integer
 
@@ -284,7 +290,7 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
         for case in CHECKED[:2]:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
     if "time" in names:
-        for case in TIMED:
+        for case in (*TIMED, *FEW):
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
         for case in TIMED:
             if case.name in peer:
