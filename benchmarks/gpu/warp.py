@@ -3,9 +3,9 @@
     python -m benchmarks.gpu.warp [--chip sm_86] [--write | --out DIR] [--seconds 400] [--only PARTS]
 
 The numbers of each case are checked against numpy float64 before it is timed. The last line is the card's row for the
-table of docs/performance.md. --chip: the chip whose tile sizes are taken, by default the card's own; a Hopper card can
-run those of any chip. Nothing begins in the last 15 of the seconds. FlashAttention-2 is torch's, and is left out where
-torch is not installed.
+table of docs/performance/nvidia_attention.md. --chip: the chip whose tile sizes are taken, by default the card's own; a
+Hopper card can run those of any chip. Nothing begins in the last 15 of the seconds. FlashAttention-2 is torch's, and is
+left out where torch is not installed.
 """
 
 import argparse
@@ -60,7 +60,7 @@ TABLE = (
     "dec_64x4k", "dec_ragged64", "dec_64x32k+window1024", "dec_16x32k_fp8", "pre_1x8k", "pre_1x8k_d64",
     "pre_1x8k_d256", "pre_1x8k+window1024", "mixed_32d_2p",
 )  # fmt: skip
-"""Cases of the table in docs/performance.md, a column each."""
+"""Cases of the table in docs/performance/nvidia_attention.md, a column each."""
 SM_80 = dict(chip="sm_80")
 Timed = tuple[str, dict[str, Any]]
 TIMED: tuple[list[Timed], ...] = (

@@ -23,7 +23,15 @@ NAVIGATION = {  # caption: pages, without suffix; `*` takes every page that ther
     ),
     "Notebooks": ("notebooks/*",),
     "Reference": ("docs/arguments", "docs/families", "docs/support_matrix", "reference/index"),
-    "Project": ("docs/performance", "docs/notebook/*", "docs/how_to_add", "docs/vllm", "docs/parity", "CONTRIBUTING"),
+    "Project": (
+        "docs/performance",
+        "docs/performance/*",
+        "docs/notebook/*",
+        "docs/how_to_add",
+        "docs/vllm",
+        "docs/parity",
+        "CONTRIBUTING",
+    ),
 }
 
 
