@@ -216,7 +216,7 @@ def ways(given: product_ops.GpuConfig):
     yield from (way for way in rings if not packed_product_config.supports(way))
     best: dict[tuple, packed_product_config.PackedProductConfig] = {}
     cost_of = lambda way: packed_product_config.cost(way, processors, way.tiles)
-    for way in sorted(packed_product_config._ways(given, processors), key=cost_of):
+    for way in sorted(packed_product_config.ways_of(given, processors), key=cost_of):
         best.setdefault((way.across, way.along), way)
     yield from [way for way in best.values() if way != given][:7]
 

@@ -335,7 +335,7 @@ def choose(
         return None
     for warps in (WARPS, FEW_WARPS):
         for unroll, ring in RINGS[BITS[base.format]]:
-            if ways := _ways(dataclasses.replace(base, unroll=unroll, ring=ring), processors, chip, warps):
+            if ways := ways_of(dataclasses.replace(base, unroll=unroll, ring=ring), processors, chip, warps):
                 return _fastest(ways, processors, used or (base.tiles,))
     return None
 
@@ -348,7 +348,7 @@ def _fastest(ways: list[PackedProductConfig], processors: int, used: tuple[float
     return ways[ratios.index(min(ratios))]
 
 
-def _ways(
+def ways_of(
     base: PackedProductConfig, processors: int, chip: str = "sm_90", warps: tuple = WARPS
 ) -> list[PackedProductConfig]:
     """Every division of the work among so many warps that the kernel serves."""
