@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jattn
-from benchmarks import records, timing
+from benchmarks import name_lists, records, timing
 
 HEADS, KV_HEADS, DIM = 32, 8, 64
 BATCHES = {"1x1024": (1024,), "4x256": (256,) * 4, "ragged": (700, 17, 300, 1, 129), "1x2048": (2048,)}
@@ -104,16 +104,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="parts of case names, separated by commas")
     args, failed = parser.parse_args(argv), 0
-    for dtype in BOUND:
-        for name in BATCHES:
-            if args.only and not any(part in f"gradient_{name}_{dtype}" for part in args.only.split(",")):
-                continue
-            rows = measure(name, dtype, args.rounds)
-            for row in rows:
-                cells = (f"{k}={row[k]:.3g}" for k in ("ms", "torch_ms", "ratio", "error"))
-                print("ok   " if row["ok"] else "WRONG", row["case"], row["backend"], *cells, flush=True)
-                failed += not row["ok"]
-            records.write([records.provenance() | row for row in rows], "gradient", records.folder_of(args))
+    cases = {f"gradient_{name}_{dtype}": (name, dtype) for dtype in BOUND for name in BATCHES}
+    for case in name_lists.matching(parser, "--only", args.only, cases, "case"):
+        rows = measure(*cases[case], args.rounds)
+        for row in rows:
+            cells = (f"{k}={row[k]:.3g}" for k in ("ms", "torch_ms", "ratio", "error"))
+            print("ok   " if row["ok"] else "WRONG", row["case"], row["backend"], *cells, flush=True)
+            failed += not row["ok"]
+        records.write([records.provenance() | row for row in rows], "gradient", records.folder_of(args))
     return int(failed > 0)
 
 

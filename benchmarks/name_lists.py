@@ -1,7 +1,7 @@
 """Lists of names on command lines, such as --only a,b. A name that is not known is an error, not an empty run."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 
 def listed(parser: argparse.ArgumentParser, option: str, text: str) -> list[str]:
@@ -13,6 +13,17 @@ def listed(parser: argparse.ArgumentParser, option: str, text: str) -> list[str]
     if text and not found:
         parser.error(f"{option}: {text!r} has no name")
     return list(dict.fromkeys(found))
+
+
+def matching(
+    parser: argparse.ArgumentParser, option: str, text: str, names: Iterable[str], what: str,
+    fits: Callable[[str, str], bool] = lambda part, name: part in name,
+) -> list[str]:  # fmt: skip
+    """The names that a part in `text` fits, all if it is empty; a part that fits none is an error."""
+    parts, names = listed(parser, option, text), list(names)
+    if unknown := [part for part in parts if not any(fits(part, name) for name in names)]:
+        parser.error(f"{option}: no {what} for {', '.join(unknown)}; there are {', '.join(names)}")
+    return [name for name in names if not parts or any(fits(part, name) for part in parts)]
 
 
 def known(parser: argparse.ArgumentParser, option: str, text: str, names: Iterable[str], what: str) -> list[str]:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from benchmarks import records
+from benchmarks import name_lists, records
 from benchmarks.gpu import cases, cupti
 from jattn import device
 from pallas_kernels.algebra.logits import LogitRule
@@ -343,7 +343,8 @@ def ceilings():
     )
 
 
-def main():
+def main(argv: list[str] | None = None) -> None:
+    """Check and time the cases, and print a line for each."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.check", description=__doc__.splitlines()[0])
     records.add_options(parser)
     parser.add_argument("--only", default="", help="beginnings of case names, separated by commas")
@@ -352,15 +353,16 @@ def main():
     parser.add_argument("--samples", type=int, default=40)
     parser.add_argument("--iterations", type=int, default=10)
     parser.add_argument("--set", default="", help="python dict of Config fields for every case")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    every = [case.name for case in cases.CHECKED + cases.TIMED]
+    wanted = name_lists.matching(parser, "--only", args.only, every, "case", lambda part, name: name.startswith(part))
     extra = eval(args.set) if args.set else {}
     base = dict(backend="pallas_gpu") | records.provenance()
     if args.time:
         base |= ceilings()
     print(base, flush=True)
-    wanted = [name for name in args.only.split(",") if name]
     for case in cases.CHECKED + cases.TIMED:
-        if wanted and not any(case.name.startswith(w) for w in wanted):
+        if case.name not in wanted:
             continue
         begin = time.time()
         try:

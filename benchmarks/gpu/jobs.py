@@ -39,18 +39,25 @@ def main(
 
 def is_wanted(label: str, args: argparse.Namespace) -> bool:
     """Does --only name a part of this label, or is it absent?"""
-    return not args.only or any(part in label for part in args.only.split(","))
+    return not args.only or any(part in label for part in _parts(args))
+
+
+def _parts(args: argparse.Namespace) -> list[str]:
+    """Of labels, as --only names them."""
+    return [part.strip() for part in args.only.split(",") if part.strip()]
 
 
 def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], file: str) -> int:
-    """The number of wrong results. A job: the columns that name it, and the work, which returns the others.
+    """The number of wrong results, and of parts of --only that no label has. A job: the columns that name it, and the
+    work, which returns the others.
 
     A kernel that waits for ever cannot be stopped, so a case that is stuck ends the process. A case for which the card
     has too little memory says nothing about the numbers, and is not counted.
     """
-    begin, failed, skipped = time.time(), 0, []
+    begin, failed, skipped, unknown = time.time(), 0, [], _parts(args)
     for names, work in jobs:
         label = " ".join(str(name) for name in names.values())
+        unknown = [part for part in unknown if part not in label]
         if not is_wanted(label, args):
             continue
         if time.time() - begin > args.seconds - LAST_SECONDS:
@@ -68,7 +75,9 @@ def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], f
         print(verdict, f"{label:60s}", *cells, f"({row['wall_s']} s)", flush=True)
         records.write([origin | row], file, records.folder_of(args))
     print(f"{failed} wrong; skipped for time: {skipped or 'none'}; {time.time() - begin:.0f} s", flush=True)
-    return failed
+    if unknown:
+        print(f"--only: no label has {', '.join(unknown)}", flush=True)
+    return failed + len(unknown)
 
 
 def _end_process(label: str) -> None:

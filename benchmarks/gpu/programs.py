@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import name_lists
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
 from jattn.engine.batch import empty_batch, meta_of, packed_batch
@@ -173,13 +174,14 @@ def guarded(work, *args, default=None):
         return default
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     """Compile and time each program, and print its line as soon as it is known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.programs", description=__doc__.splitlines()[0])
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     parser.add_argument("--seconds", type=float, default=220, help="no program is begun in the last 20 (default: 220)")
     parser.add_argument("--only", default="", help="names of programs, separated by commas; their kernels are printed")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    wanted = name_lists.listed(parser, "--only", args.only)
     begin = time.perf_counter()
     left = lambda: args.seconds - (time.perf_counter() - begin)
     gpu = jax.default_backend() == "gpu"
@@ -243,14 +245,16 @@ def main() -> None:
         "== program: trace, lower, compile, first run (s); a call, a step after a pause, sustained (ms); equal tokens"
     )
     profiled = [f"r{half} none", "r1 none", f"T{max_rows} engine", f"T{budget // 4} engine"]
-    tokens_of, tables = {}, []
+    tokens_of, tables, names, is_whole = {}, [], [], True
     with ThreadPoolExecutor(4) as pool:
         for group in groups:
             if left() < 20:
                 print("out of time: programs left out", len(group))
+                is_whole = False
                 continue
             programs = [p for p in map(guarded, group) if p is not None]
-            programs = [p for p in programs if not args.only or p.name in args.only.split(",")]
+            names += [p.name for p in programs]
+            programs = [p for p in programs if not wanted or p.name in wanted]
             jobs = [(p, guarded(build, p)) for p in programs]
             for p, job in [(p, pool.submit(guarded, job)) for p, job in jobs if job]:
                 if job.result() is None:
@@ -263,13 +267,15 @@ def main() -> None:
                 known = tokens_of.setdefault(p.name.replace(" none", "").replace(" engine", ""), tokens)
                 same = (known == tokens)[known >= 0].mean()
                 print(f"{line} {first:6.2f} {call:6.2f} {cool:8.4f} {hot:8.4f}  equal {same:.3f}", flush=True)
-                if (p.name in profiled or args.only) and gpu:
+                if (p.name in profiled or wanted) and gpu:
                     tables.append((p.name, guarded(kernels, p, default=[])))
     for name, rows in tables:
         print(f"== {name}: {sum(r[1] for r in rows):.1f} kernels, {sum(r[2] for r in rows):.1f} us a step")
         for n, c, t in rows[:32]:
             print(f"  {t:8.2f} us {c:7.2f}  {n[:70]}")
     print(f"end {time.perf_counter() - begin:.1f} s")
+    if is_whole and (unknown := [name for name in wanted if name not in names]):
+        parser.error(f"--only: no program {', '.join(unknown)}; there are {', '.join(names)}")
 
 
 if __name__ == "__main__":

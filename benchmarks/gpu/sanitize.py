@@ -38,6 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import name_lists
 from benchmarks.gpu import (
     cases,
     check,
@@ -288,9 +289,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=4, help="runs side by side (default: 4)")
     args = parser.parse_args(argv)
     known = variants_by_name()
-    parts = SAMPLE if args.sample else args.only.split(",")
-    names = [name for part in parts for name in known if (name == part if args.sample else part in name)]
-    names = list(dict.fromkeys(names))
+    if args.sample:
+        names = [name for name in SAMPLE if name in known]
+    else:
+        parts = name_lists.listed(parser, "--only", args.only) or [""]
+        name_lists.matching(parser, "--only", args.only, known, "variant")
+        names = list(dict.fromkeys(name for part in parts for name in known if part in name))
     if args.list:
         print("\n".join(names))
         return 0

@@ -206,6 +206,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--set", default="", help="python dict of config fields for every case")
     args = parser.parse_args(argv)
     batches, todo = selected(args)
+    if not batches:
+        parser.error(f"--only: no batch has {args.only!r} in its name")
     compiler = lowering.Compiler(PROCESSES, THREADS)
     built = [compiler.compile(compiler.lower(programs_of, case, config)) for case, config, _ in todo]
     peers = cupti.attempt(lambda: fa3(args.fa3, batches, args.seconds / 3)) if args.fa3 else {}

@@ -9,7 +9,7 @@ both.
 import argparse
 import sys
 
-from benchmarks import records
+from benchmarks import name_lists, records
 from benchmarks.gpu import cases, check, cupti, laws, write
 
 US = {  # case: (target, goal), at most so many microseconds of everything an attention call launches
@@ -76,10 +76,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--peers", action="store_true", help="time dense attention of other projects on the same card")
     parser.add_argument("--iterations", type=int, default=10, help="of a case, fewer where they would take over 50 ms")
     args = parser.parse_args(argv)
+    every = [name for _, name, _ in parts(args.peers, args.iterations, 0.0)]
+    wanted = name_lists.matching(parser, "--only", args.only, every, "case")
     base, rows = records.provenance() | check.ceilings() | dict(backend="pallas_gpu"), []
     print(base, flush=True)
     for bench, name, work in parts(args.peers, args.iterations, base["ceiling_copy_tb_s"]):
-        if args.only and not any(part in name for part in args.only.split(",")):
+        if name not in wanted:
             continue
         row = cupti.attempt(work)
         rows.append(base | row | dict(case=name))

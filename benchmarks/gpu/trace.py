@@ -36,7 +36,7 @@ import jax
 import numpy as np
 
 import jattn
-from benchmarks import records
+from benchmarks import name_lists, records
 from benchmarks.gpu import cupti, timeline
 from benchmarks.gpu.engine_step import LLAMA, SMALL
 from jattn import models
@@ -368,17 +368,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     records.add_options(parser)
     args = parser.parse_args(argv)
+    traces, first_token = [SMALL_TRACE] if args.small else TRACES, "ttft_small" if args.small else "ttft_1b_8k"
+    wanted = name_lists.known(parser, "--only", args.only, [*(t.name for t in traces), first_token], "case")
     ceilings = {} if args.small else ceilings_of_this_card()
     base = dict(ceilings)
     profile = not (args.small or args.no_profile)
-    work: dict = {
-        t.name: lambda t=t: trace_row(t, args.small, ceilings) for t in ([SMALL_TRACE] if args.small else TRACES)
-    }
-    work |= {"ttft_small" if args.small else "ttft_1b_8k": lambda: ttft_row(args.small, ceilings)}
+    work: dict = {t.name: lambda t=t: trace_row(t, args.small, ceilings) for t in traces}
+    work |= {first_token: lambda: ttft_row(args.small, ceilings)}
     failed = 0
-    for name, measure in work.items():
-        if args.only and name not in args.only.split(","):
-            continue
+    for name in wanted or work:
+        measure = work[name]
         found = cupti.attempt(lambda measure=measure: dict(zip(("row", "profile"), measure(), strict=True)))
         profiling = found.pop("profile", None)
         row = dict(case=name) | found.pop("row", {}) | found

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental.mosaic.gpu import profiler
 
 import jattn
-from benchmarks import records
+from benchmarks import name_lists, records
 from benchmarks.gpu.check import ceilings
 from jattn.backends import gpu_write
 from pallas_kernels.algebra import quant
@@ -134,12 +134,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--chunks", type=int, nargs="*", help="times variants, too, with so many chunks a thread")
     args = parser.parse_args(argv)
+    wanted = name_lists.matching(parser, "--only", args.only, CASES, "case")
     base = dict(backend="pallas_gpu") | records.provenance() | ceilings()
     print(base, flush=True)
     failed = 0
-    for name in CASES:
-        if args.only and not any(part in name for part in args.only.split(",")):
-            continue
+    for name in wanted:
         for chunks in (None, *(args.chunks or ())):
             row = measure(name, args.iterations, chunks)
             row["share_of_copy"] = row["tb_s"] / base["ceiling_copy_tb_s"]

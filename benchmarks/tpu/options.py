@@ -225,12 +225,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="compile the cells of rows that are kept, too")
     parser.add_argument("--together", type=int, default=8, help="cells of one program, at most")
     args = parser.parse_args(argv)
+    chips = args.chips.split(",")
+    if not any(args.only in name_of(cell) for chip in chips for cell in cells(chip)):
+        parser.error(f"--only: no cell of {', '.join(chips)} has {args.only!r} in its name")
     os.environ.update(aot.environment())
     origin, folder = command.origin(), command.folder_of(args)
     kept = [] if folder is None or args.again else records.read(folder / "options.jsonl")
     done = {(row["chip"], row["case"]) for row in kept if row.get("result") == "compiled"}
     bad = 0
-    for chip in args.chips.split(","):
+    for chip in chips:
         by_name = {name_of(cell): cell for cell in cells(chip)}
         todo = [name for name in by_name if args.only in name and (chip, name) not in done]
         for first in range(0, len(todo), args.together):

@@ -2,8 +2,9 @@
 
 import pytest
 
-from benchmarks.gpu import served
-from benchmarks.tpu import aot
+from benchmarks import gradient_cpu
+from benchmarks.gpu import check, jobs, sanitize, served, sweep, table, trace, write
+from benchmarks.tpu import aot, options
 from jattn import device
 from jattn.device import Chip
 from tests import on_card
@@ -14,6 +15,14 @@ CALLS = {
     "aot": aot.main,
     "on_card": on_card.main,
     "models.on_card": models_on_card.main,
+    "sanitize": sanitize.main,
+    "check": check.main,
+    "table": table.main,
+    "trace": trace.main,
+    "write": write.main,
+    "sweep": sweep.main,
+    "gradient_cpu": gradient_cpu.main,
+    "options": options.main,
 }
 REFUSED = [
     ("served", ["--only", "llama_9b"], "--only: no case llama_9b; there are llama_8b, llama_8b int4_g64"),
@@ -26,6 +35,14 @@ REFUSED = [
     ("aot", ["--only", "tall"], "--only: no shape tall"),
     ("aot", ["--chips", "v5e,v9"], "--chips: no chip v9; there are"),
     ("on_card", ["--only", "no such label"], "--only: no label has 'no such label'"),
+    ("sanitize", ["--list", "--only", "packed,mixtures"], "--only: no variant for mixtures; there are "),
+    ("check", ["--only", "dec_65"], "--only: no case for dec_65; there are "),
+    ("table", ["--only", "dec_64x4k,dec_65"], "--only: no case for dec_65; there are "),
+    ("trace", ["--small", "--only", "trace_2b"], "--only: no case trace_2b; there are "),
+    ("write", ["--only", "write_9k"], "--only: no case for write_9k; there are "),
+    ("sweep", ["--only", "no such batch"], "--only: no batch has 'no such batch' in its name"),
+    ("gradient_cpu", ["--only", "int8"], "--only: no case for int8; there are "),
+    ("options", ["--only", "no such cell"], "--only: no cell of "),
     ("models.on_card", ["--only", "lama"], "--only: no model lama; there are llama_1b, "),
     ("models.on_card", ["--only", "bert"], "no model bert"),
     ("models.on_card", ["--only", "llama int5"], "no form int5 of llama; there are int4_g64"),
@@ -47,3 +64,11 @@ def test_names_may_have_further_spaces(monkeypatch, capsys):
     assert served.main(["--list", "--only", " llama_8b  int4_g64 r1 ,deepseek_v2_lite,"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["llama_8b int4_g64 r1", *(f"deepseek_v2_lite {batch}" for batch in served.BATCHES)]
+
+
+def test_a_part_that_no_label_of_a_job_has_counts_as_a_fault(capsys):
+    label = dict(part="made", case="one")
+    main = lambda only: jobs.main("made", "Made up.", lambda: [(label, lambda: dict(ok=True))], 60, ["--only", only])
+    assert main("one") == 0 and main("made,one") == 0
+    assert main("one,two") == 1
+    assert "--only: no label has two" in capsys.readouterr().out
