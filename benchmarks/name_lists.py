@@ -9,10 +9,15 @@ def listed(parser: argparse.ArgumentParser, option: str, text: str) -> list[str]
 
     Spaces around a name do not count, and several within one count as one.
     """
-    found = [name for part in text.split(",") if (name := " ".join(part.split()))]
+    found = names_in(text)
     if text and not found:
         parser.error(f"{option}: {text!r} has no name")
-    return list(dict.fromkeys(found))
+    return found
+
+
+def names_in(text: str) -> list[str]:
+    """`listed`, of which none is an answer, too."""
+    return list(dict.fromkeys(name for part in text.split(",") if (name := " ".join(part.split()))))
 
 
 def matching(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks import records
+from benchmarks import name_lists, records
 from benchmarks.gpu import cupti
 from jattn import device
 
@@ -39,12 +39,8 @@ def main(
 
 def is_wanted(label: str, args: argparse.Namespace) -> bool:
     """Does --only name a part of this label, or is it absent?"""
-    return not args.only or any(part in label for part in _parts(args))
-
-
-def _parts(args: argparse.Namespace) -> list[str]:
-    """Of labels, as --only names them."""
-    return [part.strip() for part in args.only.split(",") if part.strip()]
+    parts = name_lists.names_in(args.only)
+    return not parts or any(part in label for part in parts)
 
 
 def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], file: str) -> int:
@@ -54,7 +50,7 @@ def run(jobs: Iterable[Job], args: argparse.Namespace, origin: dict[str, Any], f
     A kernel that waits for ever cannot be stopped, so a case that is stuck ends the process. A case for which the card
     has too little memory says nothing about the numbers, and is not counted.
     """
-    begin, failed, skipped, unknown = time.time(), 0, [], _parts(args)
+    begin, failed, skipped, unknown = time.time(), 0, [], name_lists.names_in(args.only)
     for names, work in jobs:
         label = " ".join(str(name) for name in names.values())
         unknown = [part for part in unknown if part not in label]

@@ -292,9 +292,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.sample:
         names = [name for name in SAMPLE if name in known]
     else:
-        parts = name_lists.listed(parser, "--only", args.only) or [""]
-        name_lists.matching(parser, "--only", args.only, known, "variant")
-        names = list(dict.fromkeys(name for part in parts for name in known if part in name))
+        found = functools.partial(name_lists.matching, parser, "--only", names=known, what="variant")
+        parts = name_lists.listed(parser, "--only", args.only) or [""]  # in whose order the variants run
+        names = list(dict.fromkeys(name for part in parts for name in found(text=part)))
     if args.list:
         print("\n".join(names))
         return 0

@@ -184,8 +184,7 @@ def selected(args) -> tuple[list[cases.KernelCase], list[tuple]]:
     """(batches, what is measured: (case, config, name of the variant)); a variant follows its case."""
     batches = [sweep_cases.case_of(*given) for given in sweep_cases.CLASSES]
     batches += [sweep_cases.drawn(args.seed, number) for number in range(max(args.cases - len(batches), 0))]
-    wanted = [text for text in args.only.split(",") if text]
-    batches = [case for case in batches[: args.cases] if not wanted or any(text in case.name for text in wanted)]
+    batches = [case for case in batches[: args.cases] if jobs.is_wanted(case.name, args)]
     extra, todo = eval(args.set) if args.set else {}, []
     for case in batches:
         todo.append((case, check.config_of(case, **extra), args.set))
