@@ -115,7 +115,7 @@ def _multiply(cfg: PackedProductConfig, refs, sums, strip, tile):
         here = _strip(cfg, [ptx.pointer(ref, 0) for ref in given], strip, tile, wg)
         base = ptx.pointer(sums, 3)
         warp = ptx.add(ptx.mul(wg, 4), ptx.lane_position()[3])
-        across, along = arith.remui(warp, ptx.i32(cfg.across)), arith.divui(warp, ptx.i32(cfg.across))
+        along, across = ptx.divided(warp, cfg.across)
         acc = _sum_of_part(cfg, here, base, split, along, across)
         _store_sums(cfg, base, along, across, acc)
         packed_sums.add_up(cfg, here, base, split, wg)

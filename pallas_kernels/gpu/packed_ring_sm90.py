@@ -109,7 +109,7 @@ def next_slot(cfg: PackedProductConfig, slot):
 
 def _row_and_piece(cfg: PackedProductConfig):
     """(row, piece) of the codes that a lane copies first: 8 lanes copy a row of words of 4 bits, 4 one of 8 bits."""
-    return _divmod(ptx.lane_position()[2], 8 if BITS[cfg.format] == 4 else 4)
+    return ptx.divided(ptx.lane_position()[2], 8 if BITS[cfg.format] == 4 else 4)
 
 
 def _small_piece(cfg: PackedProductConfig, here, column) -> tuple:
@@ -117,21 +117,17 @@ def _small_piece(cfg: PackedProductConfig, here, column) -> tuple:
     lane, size = ptx.lane_position()[2], ITEM_BYTES[cfg.scale_dtype]
     of_row = cfg.warp_columns * size // PIECE_BYTES
     count = cfg.scale_rows * of_row
-    row, piece = _divmod(lane, of_row)
+    row, piece = ptx.divided(lane, of_row)
     own, row_bytes = ptx.add(column, ptx.mul(piece, PIECE_BYTES // size)), ptx.mul(here.width, size)
     place = place_of(here.scales, row, here.width, own, size)
     if cfg.zero_rows:
         is_zero = ptx.less(ptx.i32(count - 1), lane)
-        row, piece = _divmod(arith.subi(lane, ptx.i32(count)), cfg.warp_columns // PIECE_BYTES)
+        row, piece = ptx.divided(arith.subi(lane, ptx.i32(count)), cfg.warp_columns // PIECE_BYTES)
         of_zeros = ptx.add(column, ptx.mul(piece, PIECE_BYTES))
         place = arith.select(is_zero, place_of(here.zeros, row, here.width, of_zeros, 1), place)
         own, row_bytes = arith.select(is_zero, of_zeros, own), arith.select(is_zero, here.width, row_bytes)
     has_one = arith.andi(ptx.less(lane, ptx.i32(cfg.small_pieces)), ptx.less(own, here.width))
     return place, ptx.to_i64(row_bytes), has_one
-
-
-def _divmod(x, y: int):
-    return arith.divui(x, ptx.i32(y)), arith.remui(x, ptx.i32(y))
 
 
 def _place_of_4(row, piece):

@@ -53,7 +53,7 @@ def _loads(cfg: PackedProductConfig, here, begin, turn) -> list:
     own, loaded = ptx.add(ptx.mul(here.wg, 128), ptx.thread_index()), []
     for i in range(some):
         number = ptx.add(own, ptx.mul(turn, some * threads), ptx.i32(i * threads))
-        row, piece = arith.divui(number, ptx.i32(cfg.row_pieces)), arith.remui(number, ptx.i32(cfg.row_pieces))
+        row, piece = ptx.divided(number, cfg.row_pieces)
         column = ptx.add(ptx.mul(begin, BLOCK * cfg.unroll), ptx.mul(piece, 8))
         is_used = arith.andi(ptx.less(row, here.count), ptx.less(column, ptx.i32(cfg.inner)))
         is_used, place = ptx.bool_to_i32(is_used), place_of(here.x, row, ptx.i32(cfg.inner), column, 2)
@@ -69,8 +69,7 @@ def _store(cfg: PackedProductConfig, base, loaded: list) -> None:
         elif cfg.has_offset:
             number = _sum_of_inputs(cfg, words)
         to = ptx.add(base, ptx.i32(cfg.row_start), ptx.mul(row, cfg.row_bytes), ptx.mul(piece, 16))
-        text = "{ .reg .pred p; setp.ne.u32 p, $5, 0; @p st.shared.v4.b32 [$0], {$1, $2, $3, $4}; }"
-        ptx.asm(text, "r,r,r,r,r,r", to, *words, is_used)
+        ptx.store_if(to, is_used, *words, space="shared")
         if number is not None:
             _store_number(cfg, base, row, piece, is_used, number)
 
@@ -102,10 +101,10 @@ def _sum_of_inputs(cfg: PackedProductConfig, words):
 
 def _store_number(cfg: PackedProductConfig, base, row, piece, is_used, number):
     of_run = 4 * cfg.run
-    run, inside = arith.divui(piece, ptx.i32(of_run)), arith.remui(piece, ptx.i32(of_run))
+    run, inside = ptx.divided(piece, of_run)
     to = ptx.add(base, ptx.i32(4 * cfg.sum_floats), ptx.mul(run, 4 * cfg.tile_rows), ptx.mul(row, 4))
     first = arith.select(ptx.equal(inside, ptx.i32(0)), is_used, ptx.i32(0))
-    ptx.asm("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.shared.f32 [$0], $1; }", "r,f,r", to, number, first)
+    ptx.store_if(to, first, number, kind="f32", space="shared")
 
 
 def load(cfg: PackedProductConfig, base, rows, chunk) -> tuple[list, list]:

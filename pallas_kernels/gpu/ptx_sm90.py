@@ -122,6 +122,11 @@ def mul(value, constant: int):
     return arith.muli(value, i32(constant))
 
 
+def divided(value, constant: int) -> tuple:
+    """(quotient, remainder) of an i32 without a sign."""
+    return arith.divui(value, i32(constant)), arith.remui(value, i32(constant))
+
+
 def bit(value, place: int):
     """i32: the bit at `place` of a number."""
     return arith.andi(arith.shrui(value, i32(place)), i32(1))

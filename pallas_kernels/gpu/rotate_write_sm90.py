@@ -89,14 +89,14 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
         s, number = sizes, arith.addi(ptx.scalar_value(first), ptx.thread_index())
         exists = ptx.less(number, ptx.i32(s.jobs))
         number = arith.select(exists, number, ptx.i32(0))
-        token, job = _divmod(number, s.width // JOB_SIZE)
+        token, job = ptx.divided(number, s.width // JOB_SIZE)
         is_value = ptx.less(ptx.i32((s.heads + s.kv_heads) * s.head_dim // JOB_SIZE - 1), job)
         is_query = ptx.less(job, ptx.i32(s.heads * s.head_dim // JOB_SIZE))
         begin = arith.select(is_value, ptx.i32((s.heads + s.kv_heads) * s.head_dim // JOB_SIZE), ptx.i32(0))
         job = arith.subi(job, begin)
-        head, inside = _divmod(job, s.head_dim // JOB_SIZE)
+        head, inside = ptx.divided(job, s.head_dim // JOB_SIZE)
         if s.v_head_dim != s.head_dim:
-            v_head, v_inside = _divmod(job, s.v_head_dim // JOB_SIZE)
+            v_head, v_inside = ptx.divided(job, s.v_head_dim // JOB_SIZE)
             head, inside = arith.select(is_value, v_head, head), arith.select(is_value, v_inside, inside)
         turns = arith.andi(_not(is_value), ptx.less(inside, ptx.i32(s.dim // JOB_SIZE)))
         # The two chunks of the job within its row.
@@ -114,7 +114,7 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
         own_slot = arith.addi(slots, arith.muli(ptx.to_i64(token), ptx.i64(4)))
         slot = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", own_slot, pure=True)
         usable = ptx.less_unsigned(slot, ptx.i32(s.blocks * s.page))
-        block, offset = _divmod(slot, s.page)
+        block, offset = ptx.divided(slot, s.page)
         kv_head = arith.select(is_value, head, arith.subi(head, ptx.i32(s.heads)))
         row = ptx.pool_row(block, offset, kv_head, heads=s.kv_heads, page=s.page, heads_first=s.heads_first)
         k_row = arith.addi(k_pool, arith.muli(row, ptx.i64(s.head_dim * 2)))
@@ -141,10 +141,6 @@ def _zero(array, size: int, cta):
             ptx.store_if(place, ptx.bool_to_i32(mine), ptx.i32(0))
 
     zero(array, jnp.int32(cta))
-
-
-def _divmod(x, y: int):
-    return arith.divui(x, ptx.i32(y)), arith.remui(x, ptx.i32(y))
 
 
 def _not(pred):
