@@ -64,10 +64,10 @@ class GpuKernelConfig:
     piece_blocks: int = 0  # of a flat list: key blocks that a CTA's second piece costs; not with merges_inside
     whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch
     fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
-    cap_fourths: int = 0  # of every 4 scores, how many get their soft cap by FMA instead of tanh.approx
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
     narrow_rows: int = 0  # 8 or 16: narrow_sm90.py computes tiles of at most so many rows; all, if none is long
     computing: int = 2  # warpgroups that compute, 2 or 3: each has 64 rows of a long tile, and all share a load of keys
+    last_block_first: bool = False  # the keys of a piece from its last block to its first
     weights_first: bool = False  # long tiles: weights without a block's maximum (softmax_sm90.py); needs more registers
     pipelines: int = 1  # 2: each compute warpgroup has units, stages and a memory warpgroup of its own
 
@@ -231,8 +231,8 @@ class GpuKernelConfig:
 
     @property
     def logits_rise(self) -> bool:
-        """May logits rise with the key's position all along a row?"""
-        return self.logits.has_alibi or self.logits.score_fn is not None
+        """May logits rise all along a row, in the order in which its keys are read?"""
+        return (self.logits.has_alibi or self.logits.score_fn is not None) and not self.last_block_first
 
     @property
     def key_bytes(self) -> int:

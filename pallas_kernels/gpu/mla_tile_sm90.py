@@ -67,7 +67,7 @@ def score_pieces(cfg: MlaKernelConfig, refs: MlaRefs):
             return new_m, total * jnp.exp2(m - new_m) + p.sum(axis=1)
 
         state = tiles.start_state(BLOCK_KV)[1:]
-        m, total = tiles.loop_over_blocks(cfg.attention, step, tiles.full_block_bounds(piece), state)
+        m, total = tiles.loop_over_blocks(cfg.attention, step, tiles.full_block_bounds(cfg.attention, piece), state)
         _publish(refs, blocks_before + j + piece.count, m, total=total)
         return blocks_before + piece.count
 

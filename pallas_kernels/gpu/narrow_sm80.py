@@ -55,7 +55,7 @@ def narrow_tile(cfg: WarpKernelConfig, refs: Refs, piece: Piece):
         state = warp_mma.softmax_times_values(value_tile, x, factor, acc, stats, first, value_scales, **of_values)
         return *map(wide_mma.unpaired, state), next_rows
 
-    blocks = full_block_bounds(piece)
+    blocks = full_block_bounds(cfg, piece)
     *singles, _ = loop_over_blocks(cfg, step, blocks, (*map(wide_mma.unpaired, start), next_rows))
     _merge_in_keys(cfg, refs, piece, paired(singles))
 

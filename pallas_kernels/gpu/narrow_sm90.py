@@ -147,7 +147,7 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
         return carry
 
     start = warps.start_state(rows8=rows8, dim=cfg.v_head_dim)
-    state = loop_over_blocks(cfg, step, full_block_bounds(piece), start)
+    state = loop_over_blocks(cfg, step, full_block_bounds(cfg, piece), start)
     _merge_and_store(cfg, refs, piece, state, wg)
 
 

@@ -115,6 +115,10 @@ class Piece:
     def count(self):
         return self[HI] - self[LO]
 
+    def block(self, cfg: GpuKernelConfig, j):
+        """The request's block of keys that is read j-th."""
+        return self[wl.BLK0] + (self[HI] - 1 - j if cfg.last_block_first else self[LO] + j)
+
     @property
     def is_part(self):
         return (self[LO] > 0) | (self[HI] < self[wl.NBLK])
@@ -265,12 +269,13 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             released = await_released(cfg, refs, released, jnp.where(narrow & ~after_narrow, j, 0))
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
-        blk0, req = piece[wl.BLK0] + piece[LO], piece[wl.REQ]
+        req = piece[wl.REQ]
 
         def column(i, p):
+            key = piece.block(cfg, i) * block
             if even or copies == 1:
-                return lax.div((blk0 + i) * block, jnp.int32(page)) + p
-            return lax.div((blk0 + i) * block + p * width, jnp.int32(page))
+                return lax.div(key, jnp.int32(page)) + p
+            return lax.div(key + p * width, jnp.int32(page))
 
         def page_ids(i):
             return tuple(refs.block_table[req, jnp.clip(column(i, p), first, last)] for p in range(copies))
@@ -282,7 +287,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             def offset(p):
                 if width == page:
                     return 0
-                return pl.multiple_of(lax.rem((blk0 + i) * block + p * width, jnp.int32(page)), 8)
+                return pl.multiple_of(lax.rem(piece.block(cfg, i) * block + p * width, jnp.int32(page)), 8)
 
             def fill(pool, tile, full, free, block_number=before[0]):
                 slot = place_in_ring(cfg, refs, block_number, tile.shape[0])
@@ -434,7 +439,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             return end, *ahead
 
         def step(i, carry):
-            n, kv0 = before[0] + i, first_key + i * cfg.block_kv
+            n, kv0 = before[0] + i, piece.block(cfg, i) * cfg.block_kv
             ahead, put = (), lambda *_: None
             if cfg.token_scales:
                 scales, ids = carry

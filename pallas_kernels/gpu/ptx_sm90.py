@@ -5,6 +5,7 @@ import math
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental.mosaic.gpu import utils
@@ -26,6 +27,11 @@ def i64(value: int):
 
 def f32(value: float):
     return arith.constant(ir.F32Type.get(), ir.FloatAttr.get(ir.F32Type.get(), value))
+
+
+def hex_f32(value: float) -> str:
+    """PTX's text of a float32."""
+    return f"0f{np.float32(value).view(np.uint32):08X}"
 
 
 def to_i64(x):

@@ -18,7 +18,6 @@ lanes.complete_row_sums.
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.mosaic.gpu import utils
 
@@ -49,13 +48,14 @@ def raise_shift(x, factor, state, *, eight_bits: bool = False):
         count = len(values)
         text = ".reg .pred p, q<2>; .reg .f32 u, t<2>, a<2>, b<2>; "
         for i in range(2):
-            text += f"mov.f32 t{i}, ${count + i}; add.f32 b{i}, ${i}, {_hex(MOST_RISE)}; setp.gt.f32 q{i}, t{i}, b{i}; "
+            text += f"mov.f32 t{i}, ${count + i}; add.f32 b{i}, ${i}, {ptx.hex_f32(MOST_RISE)}; "
+            text += f"setp.gt.f32 q{i}, t{i}, b{i}; "
         text += "or.pred p, q0, q1; " + _unless_any("p")
         for i in range(2):
             text += SHFL.format(f"t{i}", 1) + SHFL.format(f"t{i}", 2)
             text += f"setp.gt.f32 q{i}, t{i}, b{i}; "
             if eight_bits:
-                text += f"cvt.rpi.f32.f32 t{i}, t{i}; sub.f32 t{i}, t{i}, {_hex(MOST_RISE - 1)}; "
+                text += f"cvt.rpi.f32.f32 t{i}, t{i}; sub.f32 t{i}, t{i}, {ptx.hex_f32(MOST_RISE - 1)}; "
             text += f"selp.f32 t{i}, t{i}, ${i}, q{i}; "
             text += _rescale(acc, i, first=4)
         text += "SAME: "
@@ -85,20 +85,24 @@ def weights_first(x, factor, state, *, dtype: str):
         given, first = [*factors, *sums, *_flat(x)], len(values) + len(words)  # operands that are not results
         text = ".reg .pred p, q<2>; .reg .f32 u, v, w, t<2>, a<2>, s<2>; "
         for i in range(2):
-            text += f"mov.f32 s{i}, ${first + 2 + i}; setp.gtu.f32 q{i}, s{i}, {_hex(MOST_SUM)}; "
+            text += f"mov.f32 s{i}, ${first + 2 + i}; setp.gtu.f32 q{i}, s{i}, {ptx.hex_f32(MOST_SUM)}; "
         text += "or.pred p, q0, q1; " + _unless_any("p")
         half = "bf16x2" if dtype == "bfloat16" else "f16x2"
         for i in range(2):
             own = [n for n, second in enumerate(which) if second == i]
-            text += f"selp.f32 t{i}, {_hex(1)}, {_hex(0)}, q{i}; " + SHFL.format(f"t{i}", 1) + SHFL.format(f"t{i}", 2)
-            text += f"setp.gt.f32 q{i}, t{i}, {_hex(0)}; "  # in one of the row's four lanes
+            text += (
+                f"selp.f32 t{i}, {ptx.hex_f32(1)}, {ptx.hex_f32(0)}, q{i}; "
+                + SHFL.format(f"t{i}", 1)
+                + SHFL.format(f"t{i}", 2)
+            )
+            text += f"setp.gt.f32 q{i}, t{i}, {ptx.hex_f32(0)}; "  # in one of the row's four lanes
             text += f"mov.f32 t{i}, ${first + 4 + 2 * own[0]}; "
             for n in own:
                 text += "".join(f"max.NaN.f32 t{i}, t{i}, ${first + 4 + 2 * n + k}; " for k in range(2))
             text += SHFL.format(f"t{i}", 1) + SHFL.format(f"t{i}", 2)
             text += f"mul.f32 t{i}, t{i}, ${first + i}; max.NaN.f32 t{i}, t{i}, ${i}; selp.f32 t{i}, t{i}, ${i}, q{i}; "
             text += _rescale(acc, i, first=4)
-            text += f"neg.f32 t{i}, t{i}; mov.f32 s{i}, {_hex(0)}; "
+            text += f"neg.f32 t{i}, t{i}; mov.f32 s{i}, {ptx.hex_f32(0)}; "
             for n in own:
                 for k, name in enumerate("vw"):
                     text += f"fma.rn.f32 {name}, ${first + 4 + 2 * n + k}, ${first + i}, t{i}; "
@@ -143,11 +147,6 @@ def _lane_maxima(x):
             value, top = rows.pair_element(pair, k), tops[second][k]
             tops[second][k] = value if top is None else largest(top, value)
     return [largest(*own) for own in tops]
-
-
-def _hex(number: float) -> str:
-    """PTX's text of a float32."""
-    return f"0f{np.float32(number).view(np.uint32):08X}"
 
 
 def _unless_any(predicate: str) -> str:

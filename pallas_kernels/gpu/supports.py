@@ -57,10 +57,9 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(
         c.fixed_max and not c.can_fix_max, "fixed_max: wanted a soft cap of at most 55, bfloat16, nothing else added"
     )
-    refuse(c.cap_fourths not in range(5), f"cap_fourths {c.cap_fourths}: wanted 0 to 4")
-    refuse(c.cap_fourths > 0 and not c.logits.soft_cap, f"cap_fourths {c.cap_fourths}: wanted a soft cap")
-    for name in ("cap_fourths", "fixed_max"):
-        refuse(bool(getattr(c, name)) and narrow > 0, f"{name} with narrow_rows: wanted one of them")
+    alone = narrow == 0 and not c.token_scales
+    refuse(c.last_block_first and not alone, "last_block_first with narrow_rows or scales of tokens: wanted neither")
+    refuse(c.fixed_max and narrow > 0, "fixed_max with narrow_rows: wanted one of them")
     refuse(c.compute_dtype not in (None, FP8), f"compute_dtype {c.compute_dtype}: wanted {FP8}")
     if c.compute_dtype is not None:
         refuse(c.kv_dtype != FP8, f"compute_dtype {c.compute_dtype} with a {c.kv_dtype} cache: wanted {FP8}")

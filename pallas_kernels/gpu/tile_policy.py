@@ -50,11 +50,6 @@ FIXED_MAX = True
 """No running maximum under a soft cap. By itself it gained 2 % of prefill before softmax_sm90.py was: a cap cost 15.3 %
 instead of 17.3."""
 
-CAP_FOURTHS, CAP_FOURTHS_WIDE = 1, 0
-"""With FIXED_MAX, how many of every 4 scores are capped by FMA. Before softmax_sm90.py was, pre_1x8k took 1021 with
-0, 927 with 1, 961 with 2, 1114 with 3, and 868 without a cap. With heads of more than 192, which have more products a
-score, pre_1x4k took 234 with 0, 239 with 1, 247 with 2."""
-
 WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
 """A unit of at most so many keys is not cut (in tiles of wgmma, 2026-11-24): 8 decodes of 600 keys take 11.2, cut 15.1;
 pre_1x1k takes 23.9, with a launch that finds nothing to merge 25.7. Up to SMALL_BLOCK_KEYS few rows that are not narrow
@@ -248,17 +243,21 @@ def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
 
 def softmax_of_long_tiles(request: TileRequest) -> dict[str, Any]:
     """weights_first where registers allow it and units have many blocks: in a unit's first block the weights are
-    computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 take 60.2 instead of 58.4. Not where logits
-    rise with the key's position: steep heads of ALiBi would compute every block twice, 1223 instead of 934. Over an
-    8-bit cache a prompt of heads of 64 takes 344 instead of 376, and a chunk of 512 over 32768 keys 422 instead of 438,
-    but ragged prompts of heads of 128 600 instead of 566.
+    computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 take 60.2 instead of 58.4. Where ALiBi's
+    logits rise with the key's position, the last block is read first: a prompt of 8192 takes 845, with maxima 949, and
+    1223 where steep heads compute every block twice. Over an 8-bit cache a prompt of heads of 64 takes 344 instead of
+    376, and a chunk of 512 over 32768 keys 422 instead of 438, but ragged prompts of heads of 128 600 instead of 566.
     """
     config = request.config
     fits = config.v_head_dim <= 128 and not config.token_scales and config.compute_dtype is None
+    fits = fits and config.logits.score_fn is None and not (FIXED_MAX and config.can_fix_max)
     if config.quantised:
         fits = fits and (config.computing == 3 and config.head_dim <= 64 or _is_chunk(request))
-    usual = fits and not config.logits_rise and not (FIXED_MAX and config.can_fix_max)
-    return {"weights_first": usual and _has_long_units(request)}
+        fits = fits and not config.logits_rise
+    first = fits and _has_long_units(request)
+    if "weights_first" in request.decided:
+        first = config.weights_first
+    return {"weights_first": first, "last_block_first": first and config.logits_rise}
 
 
 def _is_chunk(request: TileRequest) -> bool:
@@ -347,7 +346,7 @@ def soft_cap(request: TileRequest) -> dict[str, Any]:
         return {}
     if config.narrow_rows or config.weights_first:
         return {}
-    return {"fixed_max": True, "cap_fourths": CAP_FOURTHS_WIDE if config.head_dim > 192 else CAP_FOURTHS}
+    return {"fixed_max": True}
 
 
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (

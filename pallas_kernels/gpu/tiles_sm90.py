@@ -37,7 +37,7 @@ from pallas_kernels.gpu.row_states_sm90 import (
     start_state,
     value_per_row,
 )
-from pallas_kernels.gpu.soft_cap_sm90 import tanh_of_scaled
+from pallas_kernels.gpu.soft_cap_sm90 import capped
 
 MOST_COLUMNS = 128  # of one wgmma, where four warpgroups leave it 128 registers
 
@@ -106,9 +106,11 @@ def logits(cfg: GpuKernelConfig, row: _RowBounds, dots, kv0, scale, masked):
     if jnp.ndim(scale) and (rule.soft_cap or rule.has_alibi or cfg.qq_bias or rule.score_fn is not None):
         dots, scale = dots * across_columns(scale, shape), jnp.float32(1.0)
     factor = scale * LOG2E
-    if rule.soft_cap:
+    if cfg.fixed_max:
+        dots, factor = capped(dots, scale / rule.soft_cap, rule.soft_cap * LOG2E), jnp.float32(1.0)
+    elif rule.soft_cap:
         inner, factor = scale / rule.soft_cap, jnp.float32(rule.soft_cap * LOG2E)
-        dots = tanh_of_scaled(dots, inner, cfg.cap_fourths) if cfg.cap_fourths else jnp.tanh(dots * inner)
+        dots = jnp.tanh(dots * inner)
     iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     key = lambda: rows.numbers(shape, 1) if cfg.lean else iota()
     if rule.has_alibi:
@@ -283,18 +285,23 @@ def _queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, loaded, skipped
 
 
 def loop_over_blocks(cfg, step, bounds, carry):
-    """Blocks [0, a) masked, [a, b) unmasked, [b, n) masked; the first loop only where the mask has a left edge."""
+    """Blocks [0, a) masked, [a, b) unmasked, [b, n) masked; the loop at the left edge only where the mask has one."""
     a, b, n = bounds
-    if cfg.mask.left >= 0 or cfg.mask.chunk > 0:
+    has_left_edge = cfg.mask.left >= 0 or cfg.mask.chunk > 0
+    if has_left_edge or cfg.last_block_first:
         carry = lax.fori_loop(0, a, functools.partial(step, masked=True), carry)
     carry = lax.fori_loop(a, b, functools.partial(step, masked=False), carry)
-    return lax.fori_loop(b, n, functools.partial(step, masked=True), carry)
+    if has_left_edge or not cfg.last_block_first:
+        carry = lax.fori_loop(b, n, functools.partial(step, masked=True), carry)
+    return carry
 
 
-def full_block_bounds(piece: Piece):
-    """(a, b, n): of the piece's n blocks, counted from its first, every row sees blocks [a, b) whole."""
-    a = jnp.clip(piece[wl.FULL0] - piece.lo, 0, piece.count)
-    return a, jnp.clip(piece[wl.FULL1] - piece.lo, a, piece.count), piece.count
+def full_block_bounds(cfg, piece: Piece):
+    """(a, b, n): of the piece's n blocks, in the order in which they are read, every row sees blocks [a, b) whole."""
+    n = piece.count
+    a = jnp.clip(piece[wl.FULL0] - piece.lo, 0, n)
+    b = jnp.clip(piece[wl.FULL1] - piece.lo, a, n)
+    return (n - b, n - a, n) if cfg.last_block_first else (a, b, n)
 
 
 def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):
@@ -307,7 +314,6 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     row = row_bounds(cfg, refs, piece, 64 * wg)
     stage = queries_of(cfg, refs, piece).at[wg]
     q_tile, scale = _queries(cfg, refs, piece, wg, stage, WARPGROUP_ROWS * wg)
-    first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
     slot_of = lambda j: stage_of(cfg, refs, blocks_before + j)
 
@@ -334,7 +340,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     when(wg == 1)(end_turn) if in_pairs else take_turn()
 
     def step(j, state, masked):
-        slot, kv0 = slot_of(j), first_key + j * cfg.block_kv
+        slot, kv0 = slot_of(j), piece.block(cfg, j) * cfg.block_kv
         # They come while the products run.
         (of_keys,) = _token_scales(cfg, refs, blocks_before + j, token_scales.OF_KEYS)
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot], end_turn)
@@ -363,7 +369,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
         plgpu.barrier_arrive(refs.v_free.at[slot])
         return acc, m, total
 
-    state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
+    state = loop_over_blocks(cfg, step, full_block_bounds(cfg, piece), _start(cfg))
     when(wg == 0)(end_turn) if in_pairs else end_turn()
     finish(cfg, refs, piece, _completed(state), 64 * wg, stage)
 
@@ -393,12 +399,11 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
     row = row_bounds(cfg, refs, piece, jnp.int32(0))
     own = (cfg.converts_queries or cfg.loads_queries) and not alone
     q_tile, scale = _queries(cfg, refs, piece, wg, queries_of(cfg, refs, piece).at[wg if own else 0], 0)
-    first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
     n = piece.count
 
     def step(t, state, masked):
         j = t if alone else cfg.computing * t + wg
-        slot, kv0 = stage_of(cfg, refs, blocks_before + j), first_key + j * cfg.block_kv
+        slot, kv0 = stage_of(cfg, refs, blocks_before + j), piece.block(cfg, j) * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
         (of_keys,) = _token_scales(cfg, refs, blocks_before + j, token_scales.OF_KEYS)
@@ -417,12 +422,14 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
         return acc, m, total
 
     if alone:
-        state = loop_over_blocks(cfg, step, full_block_bounds(piece), _start(cfg))
+        state = loop_over_blocks(cfg, step, full_block_bounds(cfg, piece), _start(cfg))
         finish(cfg, refs, piece, _completed(state), jnp.int32(0), queries_of(cfg, refs, piece).at[0])
         return
     for j in range(cfg.computing - 1):
         when((wg > j) & (n > j))(lambda j=j: skip_block(cfg, refs, blocks_before + j))
-    own = [lax.div(bound - wg + (cfg.computing - 1), jnp.int32(cfg.computing)) for bound in full_block_bounds(piece)]
+    own = [
+        lax.div(bound - wg + (cfg.computing - 1), jnp.int32(cfg.computing)) for bound in full_block_bounds(cfg, piece)
+    ]
     state = loop_over_blocks(cfg, step, own, _start(cfg))
     _merge_warpgroups(cfg, refs, piece, _completed(state), wg)
 

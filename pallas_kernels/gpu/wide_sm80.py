@@ -133,7 +133,7 @@ def _halves(cfg: WarpKernelConfig, refs: Refs, piece: Piece, first: int):
 
     acc, *others = tiles.start_state(cfg.v_head_dim)
     start = ((wide_mma.unpaired(acc), *others),) * len(offsets)
-    states, _ = tiles.loop_over_blocks(cfg, step, tiles.full_block_bounds(piece), (start, next_rows))
+    states, _ = tiles.loop_over_blocks(cfg, step, tiles.full_block_bounds(cfg, piece), (start, next_rows))
     for offset, (acc, m, total) in zip(offsets, states, strict=True):
         acc = wide_mma.paired(acc, cfg.v_head_dim)
         tiles.finish(cfg, refs, piece, (acc, m, lanes.complete_row_sums(total)), jnp.int32(offset))

@@ -71,6 +71,6 @@ PTX_OF_EIGHT_BITS = {
     "load_block": _load_block,
     "load_scales": _load_scales,
     "put_block": _put_block,
-    "tanh_of_scaled": lambda closure, x, scale: (np.tanh(x * scale).astype(np.float32),),
+    "capped": lambda closure, x, scale: ((closure["cap"] * np.tanh(x * scale)).astype(np.float32),),
 }
 """As PTX of interpreter.py."""

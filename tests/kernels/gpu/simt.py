@@ -170,6 +170,7 @@ class Machine:
             return np.ascontiguousarray(pair).view(np.uint32).reshape(-1)
         simple = {
             "mov": lambda a: a, "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative,
+            "abs": np.abs,
             "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "tanh": np.tanh,
             "selp": lambda a, b, p: np.where(p, a, b), "or": np.logical_or,
         }  # fmt: skip
@@ -371,7 +372,7 @@ def emulated(module, machine: Machine):
 
     def assembled(count, text, *args):
         machine.outputs = count
-        if "abs.f32" in text:
+        if "abs.f32" in text and "bra" not in text:
             return [np.maximum(args[0], abs(args[1]))]
         if "max.u16x2" in text:  # of magnitudes, or of those of another lane
             words = [np.broadcast_to(x, machine.lane.shape).astype(np.uint32) for x in args]

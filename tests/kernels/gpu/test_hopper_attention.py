@@ -22,6 +22,7 @@ THREE = dict(computing=3, block_kv=64, stages=3)
 WGMMA = dict(narrow_rows=0)
 BESIDE = dict(narrow_rows=8, q_buffers=1)
 INSIDE = dict(merges_inside=True)
+BACKWARD = dict(last_block_first=True, weights_first=True, logits=LogitRule(scale=0.1, has_alibi=True))
 INT8 = dict(kv_dtype="int8", page_size=16)
 CASES = {  # name -> (query length, total length) of each request, fields of the config, the oracle's options
     "narrow": (DECODES, ONE, {}),
@@ -119,6 +120,30 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
     "mixed, weights first": (MIXED, ONE | dict(weights_first=True), {}),
     "mixed, weights first, int8, sinks": (
         MIXED, ONE | INT8 | dict(weights_first=True, q_buffers=1, has_sinks=True), dict(sinks=None)
+    ),
+    "mixed, last block first, in parts": (
+        ((40, 300), (1, 400), (9, 30), (0, 0), (70, 300)),
+        ONE | BACKWARD | dict(num_ctas=4), dict(slopes=None)
+    ),
+    "mixed, last block first, window, sinks, NHD, f16": (
+        MIXED, ONE | BACKWARD | dict(mask=MaskRule(left=50), has_sinks=True, layout="NHD", dtype="float16",
+                                     kv_dtype="float16", block_kv=64), dict(slopes=None, window=(50, -1), sinks=None)
+    ),
+    "mixed, last block first, three compute": (MIXED, THREE | BACKWARD, dict(slopes=None)),
+    "last block first, two pipelines, maxima first": (
+        MIXED, TWO | BACKWARD | dict(weights_first=False), dict(slopes=None)
+    ),
+    "last block first, pages longer than blocks": (
+        MIXED, ONE | BACKWARD | dict(page_size=256, block_kv=64), dict(slopes=None)
+    ),
+    "last block first, pages of 48": (MIXED, ONE | BACKWARD | dict(page_size=48), dict(slopes=None)),
+    "last block first, e4m3": (
+        MIXED, ONE | BACKWARD | dict(kv_dtype="float8_e4m3fn", q_buffers=1, page_size=16, weights_first=False),
+        dict(slopes=None)
+    ),
+    "short tiles, last block first": (
+        ((6, 100), (3, 200), (0, 0), (9, 9), (1, 700)),
+        ONE | BACKWARD | dict(long_tiles=False, flat_list=True, weights_first=False, narrow_rows=0), dict(slopes=None)
     ),
     "large logits, weights first": (MIXED, ONE | dict(weights_first=True, logits=LogitRule(scale=9.0)), {}),
     "large logits, maxima first": (MIXED, ONE | dict(weights_first=False, logits=LogitRule(scale=9.0)), {}),

@@ -35,7 +35,7 @@ CASES = {
     "mask_fn": dict(mask=MaskRule(mask_fn=lambda h, q, k: (q + k + h) % 3 != 0)),
     "score_fn": dict(logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s * 0.5 + 0.01 * (k - q))),
     "soft cap": dict(logits=LogitRule(scale=0.1, soft_cap=30.0)),
-    "fixed max": dict(logits=LogitRule(scale=0.1, soft_cap=50.0), fixed_max=True, cap_fourths=2),
+    "fixed max": dict(logits=LogitRule(scale=0.1, soft_cap=50.0), fixed_max=True),
     "flat list": dict(long_tiles=False, flat_list=True),
     "alibi": dict(logits=LogitRule(scale=0.1, has_alibi=True)),
     "sinks": dict(has_sinks=True),
@@ -139,8 +139,6 @@ REFUSED = {
         logits=LogitRule(scale=0.1, soft_cap=30.0), fixed_max=True, dtype="float16", kv_dtype="float16"
     ),
     "fixed max and ALiBi": dict(logits=LogitRule(scale=0.1, soft_cap=30.0, has_alibi=True), fixed_max=True),
-    "no soft cap by FMA": dict(cap_fourths=2),
-    "5 of 4": dict(logits=LogitRule(scale=0.1, soft_cap=30.0), cap_fourths=5),
     "flat list of long tiles": dict(flat_list=True),
     "8-bit products of 16 bits": dict(compute_dtype="float8_e4m3fn"),
     "8-bit products of int8": dict(compute_dtype="float8_e4m3fn", kv_dtype="int8"),

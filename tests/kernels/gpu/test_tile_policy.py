@@ -60,7 +60,7 @@ def test_the_caller_decides_before_every_policy(added):
     capped = LogitRule(scale=0.1, soft_cap=30.0)
     assert default_config(**SHAPE, logits=capped).fixed_max
     plain = default_config(**SHAPE, logits=capped, fixed_max=False)
-    assert (plain.fixed_max, plain.cap_fourths) == (False, 0)
+    assert not plain.fixed_max
 
 
 def test_the_first_policy_that_names_a_field_decides_it(monkeypatch):
@@ -183,7 +183,7 @@ def test_pipelines_where_there_are_many_units_of_few_rows_or_keys(fields, pipeli
         dict(requests=20, keys=200, stages=1),
         dict(rows=4, requests=1000, keys=4096, kv_dtype="int8", narrow_rows=0),
         dict(rows=4, requests=1000, keys=200, head_dim=256, v_head_dim=256, narrow_rows=0),
-        dict(rows=4, logits=LogitRule(scale=0.1, soft_cap=30.0), fixed_max=True, cap_fourths=1),
+        dict(rows=4, logits=LogitRule(scale=0.1, soft_cap=30.0), fixed_max=True),
         dict(rows=4, requests=9, keys=4096, long_tiles=True),
         dict(rows=4, weights_first=True),
         dict(rows=32, computing=3, head_dim=64, v_head_dim=64),
@@ -275,6 +275,7 @@ def test_pages_that_tma_cannot_copy_are_computed_by_warps(page, kernel):
     assert type(config).__name__ == kernel and not gpu_kernel.config_reasons(config)
 
 
+ALIBI = LogitRule(scale=0.1, has_alibi=True)
 D64 = dict(SHAPE, head_dim=64, v_head_dim=64)
 E4M3 = dict(SHAPE, kv_dtype="float8_e4m3fn", rows=4 * 8192, keys=8192, requests=1)
 CAPPED = dict(SHAPE, logits=LogitRule(scale=0.1, soft_cap=30.0))
@@ -289,7 +290,8 @@ CAPPED = dict(SHAPE, logits=LogitRule(scale=0.1, soft_cap=30.0))
         (dict(SHAPE, head_dim=256, v_head_dim=256), False, False),
         (dict(SHAPE, head_dim=192), False, True),
         (CAPPED, False, False),  # its maximum is fixed
-        (dict(SHAPE, logits=LogitRule(scale=0.1, has_alibi=True)), False, False),  # its logits rise
+        (dict(SHAPE, logits=LogitRule(scale=0.1, has_alibi=True)), False, True),
+        (dict(E4M3, rows=2048, keys=65536, logits=LogitRule(scale=0.1, has_alibi=True)), False, False),
         (dict(SHAPE, logits=LogitRule(scale=0.1, score_fn=lambda s, h, q, k: s)), False, False),
         (FEW, False, False),
         (D64, True, True),
@@ -334,6 +336,24 @@ def test_a_caller_of_two_warpgroups_gets_their_tiles(fields):
     assert default_config(**fields, computing=2) == default_config(**fields | dict(requests=64), computing=2)
 
 
+@pytest.mark.parametrize(
+    "fields, last_first",
+    [
+        (SHAPE, False),
+        (dict(SHAPE, logits=ALIBI), True),
+        (dict(SHAPE, logits=ALIBI, keys=1024), False),  # with maxima before, as the next
+        (dict(SHAPE, logits=ALIBI, weights_first=False), False),
+        (dict(SHAPE, logits=ALIBI, head_dim=256, v_head_dim=256), False),
+        (dict(D64, logits=ALIBI), True),
+        (dict(E4M3, logits=ALIBI), False),
+        (dict(FEW, logits=ALIBI), False),
+    ],
+)
+def test_the_last_block_is_first_where_rising_logits_have_no_maximum(fields, last_first):
+    config = default_config(**fields)
+    assert config.last_block_first == last_first and not supports(config)
+
+
 def test_two_warpgroups_and_no_weights_first_where_registers_are_equal_shares(monkeypatch):
     """As nvJitLink compiles: with these, products would wait for one another."""
     monkeypatch.setattr(gpu_kernel.device, "keeps_registers", lambda: False)
@@ -357,6 +377,11 @@ def test_two_warpgroups_and_no_weights_first_where_registers_are_equal_shares(mo
         (dict(weights_first=True, long_tiles=False), "weights_first: wanted long_tiles and one pipeline"),
         (dict(weights_first=True, kv_dtype="int8", token_scales=True), "weights_first with scales of tokens"),
         (dict(CAPPED, weights_first=True, fixed_max=True), "weights_first with fixed_max"),
+        (dict(last_block_first=True, narrow_rows=8, long_tiles=False), "last_block_first with narrow_rows"),
+        (
+            dict(last_block_first=True, kv_dtype="int8", token_scales=True),
+            "last_block_first with narrow_rows or scales",
+        ),
         (dict(weights_first=True, head_dim=256, v_head_dim=256), "v_head_dim 256: wanted at most 192"),
     ],
 )

@@ -227,6 +227,10 @@ REFUSED = {
     "fixed max": (dict(fixed_max=True), "fixed_max True: a choice of the Hopper kernel, wanted False"),
     "two pipelines": (dict(pipelines=2), "pipelines 2: a choice of the Hopper kernel, wanted 1"),
     "three that compute": (dict(computing=3), "computing 3: a choice of the Hopper kernel, wanted 2"),
+    "last block first": (
+        dict(last_block_first=True),
+        "last_block_first True: a choice of the Hopper kernel, wanted False",
+    ),
     "weights first": (dict(weights_first=True), "weights_first True: a choice of the Hopper kernel, wanted False"),
     "a merge inside": (dict(rows=4, merges_inside=True), "merges_inside True: a choice of the Hopper kernel"),
     "one query buffer": (dict(q_buffers=1), "q_buffers 1: a choice of the Hopper kernel, wanted 2"),
