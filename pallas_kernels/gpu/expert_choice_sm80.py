@@ -1,6 +1,7 @@
 """The experts of up to 8 tokens, from the logits of their router: one CTA, a warp for each token.
 
-    1  a warp ranks the experts of its token, and takes the largest, top_k times; among equals the first
+    1  a warp ranks the experts of its token, and takes the largest, top_k times; among equals the first. Of groups of
+       experts, the lanes of each add up its best ranks before, and only experts of the best groups keep theirs
     2  a bit for each of this device's experts that a live token chose
     3  experts with a bit have a tile each, in their order
 
@@ -28,8 +29,10 @@ from pallas_kernels.gpu import words_sm80 as words
 TILE_ROWS = 8
 WARPGROUPS = TILE_ROWS // 4  # a warp for each token
 THREADS = 128 * WARPGROUPS
-MOST_EXPERTS = 512  # of which a lane has every 32nd
+MOST_RANKS = 24  # of a lane
+MOST_BEST = 4  # experts of a group whose ranks are added up
 SCORES = "softmax_over_all", "sigmoid"
+NEGATIVE_INFINITY = 0x7FFFFF  # words.ordered of it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,10 @@ class ChoiceConfig:
     experts: int  # of these, which have tiles: one device's, perhaps
     scores: str = "softmax_over_all"  # or "sigmoid" of each logit
     has_correction: bool = False  # the largest score + correction is chosen, instead of the largest score
+    groups: int = 1  # of experts that follow one another, as many in each
+    top_groups: int = 1  # the groups of which experts are chosen: those with the largest sums of ...
+    group_best: int = 1  # ... so many of their largest scores + corrections
+    identity_experts: int = 0  # the last of the routes: they give their input, and have no tiles
     least_sum: float | None = None  # scores are divided by their sum, at least this; None: they are not
     factor: float = 1.0
     has_scale: bool = False  # scores are multiplied by a number of each expert
@@ -50,6 +57,16 @@ class ChoiceConfig:
     def tiles(self) -> int:
         """Tiles at most."""
         return min(self.tokens * self.top_k, self.experts)
+
+    @property
+    def group_lanes(self) -> int:
+        """The lanes that have the experts of a group: side by side, a power of two."""
+        return 32 >> (self.groups - 1).bit_length()
+
+    @property
+    def ranks(self) -> int:
+        """Experts of a lane, at most."""
+        return cdiv(self.routes // self.groups, self.group_lanes)
 
     @property
     def words(self) -> int:
@@ -61,9 +78,18 @@ def supports(config: ChoiceConfig) -> list[str]:
     """Every reason why the kernel cannot serve this config; an empty list if it can."""
     c, reasons = config, Reasons()
     reasons.refuse(not 1 <= c.tokens <= TILE_ROWS, f"{c.tokens} tokens: wanted 1 to {TILE_ROWS}")
-    reasons.refuse(not 1 <= c.routes <= MOST_EXPERTS, f"{c.routes} experts: wanted 1 to {MOST_EXPERTS}")
-    reasons.refuse(not 1 <= c.top_k <= min(32, c.routes), f"top_k {c.top_k}: wanted 1 to 32, and to {c.routes} experts")
-    reasons.refuse(not 1 <= c.experts <= c.routes, f"tiles of {c.experts} experts: wanted 1 to {c.routes}")
+    if not (1 <= c.groups <= 32 and c.routes >= 1 and c.routes % c.groups == 0):
+        return [*reasons, f"{c.routes} experts in {c.groups} groups: wanted 1 to 32 equal ones"]
+    size, most = c.routes // c.groups, MOST_RANKS * c.group_lanes
+    reasons.refuse(size > most, f"{size} experts{' of a group' if c.groups > 1 else ''}: wanted 1 to {most}")
+    reasons.refuse(not 1 <= c.top_groups <= c.groups, f"top_groups {c.top_groups}: wanted 1 to {c.groups}")
+    best = min(MOST_BEST, size)
+    reasons.refuse(not 1 <= c.group_best <= best, f"group_best {c.group_best}: wanted 1 to {best}")
+    able = c.top_groups * size
+    reasons.refuse(not 1 <= c.top_k <= min(32, able), f"top_k {c.top_k}: wanted 1 to 32, and to {able} experts")
+    own = c.routes - c.identity_experts
+    reasons.refuse(not 1 <= c.experts <= own, f"tiles of {c.experts} experts: wanted 1 to {own}")
+    reasons.refuse(c.identity_experts < 0 or (c.identity_experts > 0 and c.groups > 1), "identity experts in groups")
     reasons.refuse(c.scores not in SCORES, f"scores {c.scores}: wanted {' or '.join(SCORES)}")
     return reasons
 
@@ -72,7 +98,7 @@ class ChosenExperts(NamedTuple):
     """What the kernel returns."""
 
     scores: jax.Array  # f32[tokens, top_k]
-    row: jax.Array  # i32[tokens, top_k]: the row of each choice; 8 * tiles: its expert has no tile
+    row: jax.Array  # i32[tokens, top_k]: the row of each choice; 8 * tiles: no tile; 8 * tiles + 1: the token itself
     plain_tiles: jax.Array  # i32[1 + tiles, 3]: the tiles, for expert_product_sm90.py
     packed_tiles: jax.Array  # i32[tiles, 3]: the same, for packed_product_sm90.py
 
@@ -147,6 +173,7 @@ class _Choice(NamedTuple):
     there: object  # i32: 1 from lane 0 to top_k - 1 of a token's warp
     expert: object  # from `first` on; 0 if it has no tile
     has_tile: object  # is it a live token's, and of one of this device's experts?
+    no_row: object  # what `row` has without a tile
 
 
 def _choose(config: ChoiceConfig, gmem, shared, thread):
@@ -166,7 +193,7 @@ def _choose(config: ChoiceConfig, gmem, shared, thread):
     words.barrier()
     bits = _all_bits(c, shared)
     in_tile = ptx.add(ptx.mul(_tile_of(bits, choice.expert), TILE_ROWS), choice.token)
-    words.store(row, choice.number, choice.there, arith.select(choice.has_tile, in_tile, ptx.i32(TILE_ROWS * c.tiles)))
+    words.store(row, choice.number, choice.there, arith.select(choice.has_tile, in_tile, choice.no_row))
     rows = ptx.asm_value("ld.shared.b32 $0, [$1];", "=r,r", live_end)
     _store_tiles(c, bits, rows, plain_tiles, packed_tiles, thread)
 
@@ -184,7 +211,12 @@ def _choice(c: ChoiceConfig, operands: _Operands, scores, live_end, thread) -> _
     first = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", operands.first)
     expert = arith.subi(chosen, first)
     has_tile = arith.andi(arith.andi(is_choice, live), ptx.less_unsigned(expert, ptx.i32(c.experts)))
-    return _Choice(token, number, there, arith.select(has_tile, expert, ptx.i32(0)), has_tile)
+    no_row = ptx.i32(TILE_ROWS * c.tiles)
+    if c.identity_experts:  # they belong to the device whose experts are the first ones
+        is_identity = ptx.less(ptx.i32(c.routes - c.identity_experts - 1), chosen)
+        is_identity = arith.andi(is_identity, ptx.equal(first, ptx.i32(0)))
+        no_row = ptx.add(no_row, ptx.bool_to_i32(is_identity))
+    return _Choice(token, number, there, arith.select(has_tile, expert, ptx.i32(0)), has_tile, no_row)
 
 
 def _store_tiles(c: ChoiceConfig, bits: list, rows, plain_tiles, packed_tiles, thread):
@@ -207,10 +239,12 @@ def _store_tiles(c: ChoiceConfig, bits: list, rows, plain_tiles, packed_tiles, t
 
 def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_token) -> tuple:
     """(the expert of choice `lane` of the warp's token, its score); undefined from top_k on."""
-    numbers = [ptx.add(lane, ptx.i32(32 * i)) for i in range(cdiv(c.routes, 32))]
-    is_expert = [arith.andi(is_token, ptx.less(number, ptx.i32(c.routes))) for number in numbers]
+    numbers, is_expert = _experts_of_lane(c, lane, is_token)
     at = lambda number: ptx.add(ptx.mul(token, c.routes), number)
     logits = [_load(operands.logits, at(number), there) for number, there in zip(numbers, is_expert, strict=True)]
+    terms = []  # asked for before the logits are there
+    if c.has_correction:
+        terms = [_load(operands.correction, number, there) for number, there in zip(numbers, is_expert, strict=True)]
     if c.scores == "softmax_over_all":
         shift = functools.reduce(ptx.fmax, logits)
         for distance in (16, 8, 4, 2, 1):
@@ -221,11 +255,14 @@ def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_toke
     else:
         one = ptx.f32(1.0)
         score_of = lambda logit: ptx.divide(one, arith.addf(one, ptx.exp(arith.subf(ptx.f32(0.0), logit))))
-    ranks = logits  # scores have the same order
+    ranks = logits  # scores have the same order, but other sums
+    if c.has_correction or c.groups > 1:
+        ranks = [score_of(logit) for logit in logits]
     if c.has_correction:
-        terms = [_load(operands.correction, number, there) for number, there in zip(numbers, is_expert, strict=True)]
-        ranks = [arith.addf(score_of(logit), term) for logit, term in zip(logits, terms, strict=True)]
+        ranks = [arith.addf(rank, term) for rank, term in zip(ranks, terms, strict=True)]
     keys = [arith.select(there, words.ordered(x), ptx.i32(0)) for x, there in zip(ranks, is_expert, strict=True)]
+    if c.groups > 1:
+        keys = _of_best_groups(c, keys, lane)
     own = _largest(c.top_k, keys, numbers, lane)
     is_choice = arith.andi(is_token, ptx.less(lane, ptx.i32(c.top_k)))
     score = score_of(_load(operands.logits, at(own), is_choice))
@@ -237,6 +274,50 @@ def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_toke
     if c.has_scale:
         score = arith.mulf(score, _load(operands.scale, own, is_choice))
     return own, score
+
+
+def _experts_of_lane(c: ChoiceConfig, lane, is_token) -> tuple[list, list]:
+    """(their numbers, and which of them there are). The lanes of a group take its experts in turn."""
+    size, lanes = c.routes // c.groups, c.group_lanes
+    group, first = ptx.divided(lane, lanes)
+    there = arith.andi(is_token, ptx.less(group, ptx.i32(c.groups)))
+    places = [ptx.add(first, ptx.i32(lanes * i)) for i in range(c.ranks)]
+    numbers = [ptx.add(ptx.mul(group, size), place) for place in places]
+    return numbers, [arith.andi(there, ptx.less(place, ptx.i32(size))) for place in places]
+
+
+def _of_best_groups(c: ChoiceConfig, keys: list, lane) -> list:
+    """`keys`, with that of -inf outside the best groups, among equal ones the first.
+
+    An expert of the best groups may have -inf too: then its number decides.
+    """
+    largest = [ptx.i32(0)] * c.group_best
+    for key in keys:
+        largest = _inserted(largest, key)
+    distance = 1
+    while distance < c.group_lanes:
+        for key in [ptx.shuffle_xor_word(key, distance) for key in largest]:
+            largest = _inserted(largest, key)
+        distance *= 2
+    worth = words.ordered(functools.reduce(arith.addf, map(words.float_of_ordered, largest)))
+    group = arith.divui(lane, ptx.i32(c.group_lanes))
+    worth = arith.select(ptx.less(group, ptx.i32(c.groups)), worth, ptx.i32(0))  # the last lanes may be of no group
+    better = ptx.i32(0)  # groups
+    for i in range(1, 32 // c.group_lanes):  # lane ^ (i * lanes of a group) is of group ^ i
+        other = ptx.shuffle_xor_word(worth, i * c.group_lanes)
+        is_before = arith.andi(ptx.equal(worth, other), ptx.less(arith.xori(group, ptx.i32(i)), group))
+        better = ptx.add(better, ptx.bool_to_i32(arith.ori(ptx.less_unsigned(worth, other), is_before)))
+    most = arith.select(ptx.less(better, ptx.i32(c.top_groups)), ptx.i32(-1), ptx.i32(NEGATIVE_INFINITY))
+    return [arith.minui(key, most) for key in keys]  # 0 where there is no expert
+
+
+def _inserted(largest: list, key) -> list:
+    """The largest keys, in descending order, with one more key among them."""
+    out = []
+    for each in largest:
+        out.append(arith.maxui(each, key))
+        key = arith.minui(each, key)
+    return out
 
 
 def _largest(count: int, keys: list, numbers: list, lane):

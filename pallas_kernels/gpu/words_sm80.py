@@ -37,6 +37,13 @@ def ordered(x):
     return arith.xori(word, arith.ori(arith.shrsi(word, ptx.i32(31)), ptx.i32(-(2**31))))
 
 
+def float_of_ordered(word):
+    """The f32 of which `ordered` gives this word."""
+    flipped = arith.xori(word, ptx.i32(-1))
+    bits = arith.xori(word, arith.ori(arith.shrsi(flipped, ptx.i32(31)), ptx.i32(-(2**31))))
+    return ptx.asm_value("mov.b32 $0, $1;", "=f,r", bits, pure=True)
+
+
 def ones(word):
     """How many bits of a word are set."""
     return ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)

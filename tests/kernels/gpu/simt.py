@@ -44,14 +44,19 @@ def _like(b, a):
     return b.view(a.dtype) if b.dtype.itemsize == a.dtype.itemsize else b
 
 
+def _with_one_nan(x):
+    """As on a GPU, where every NaN that an instruction computes has the bits 0x7fffffff."""
+    return np.where(np.isnan(x), np.uint32(0x7FFFFFFF).view(np.float32), x) if np.isnan(x).any() else x
+
+
 class Arith:
     """The arith dialect, on numpy arrays."""
 
-    addf = staticmethod(lambda a, b: a + b)
-    subf = staticmethod(lambda a, b: a - b)
+    addf = staticmethod(lambda a, b: _with_one_nan(a + b))
+    subf = staticmethod(lambda a, b: _with_one_nan(a - b))
     addi = staticmethod(lambda a, b: a + _like(b, a))
     subi = staticmethod(lambda a, b: a - _like(b, a))
-    mulf = staticmethod(lambda a, b: a * b)
+    mulf = staticmethod(lambda a, b: _with_one_nan(a * b))
     muli = staticmethod(lambda a, b: a * _like(b, a))
     divui = staticmethod(lambda a, b: a // _like(b, a))
     remui = staticmethod(lambda a, b: a % _like(b, a))

@@ -16,11 +16,20 @@ def config(tokens: int, routes: int, top_k: int, **fields) -> ChoiceConfig:
     return ChoiceConfig(**dict(tokens=tokens, routes=routes, top_k=top_k, experts=routes) | fields)
 
 
+SIGMOID = dict(scores="sigmoid", has_correction=True, least_sum=1e-20)
 CASES = {
     "Qwen3": config(4, 128, 8, least_sum=1e-20),
     "Qwen2, DeepSeek V2": config(8, 60, 6, factor=16.0),
     "gpt-oss": config(1, 32, 4, least_sum=1e-20),
-    "DeepSeek V3 without groups": config(3, 256, 8, scores="sigmoid", has_correction=True, least_sum=1e-20, factor=2.5),
+    "Kimi K2": config(3, 384, 8, **SIGMOID, factor=2.827),
+    "DeepSeek V3": config(5, 256, 8, **SIGMOID, factor=2.5, groups=8, top_groups=4, group_best=2),
+    "DeepSeek V2": config(4, 160, 6, factor=16.0, groups=8, top_groups=3),
+    "three groups": config(8, 51, 9, groups=3, top_groups=2, group_best=4, least_sum=1e-20),
+    "32 groups": config(6, 96, 5, **SIGMOID, groups=32, top_groups=3, group_best=3),
+    "of all groups": config(2, 64, 6, groups=16, top_groups=16, has_scale=True),
+    "LongCat Flash": config(4, 768, 12, has_correction=True, factor=6.0, experts=512, identity_experts=256),
+    "a device's experts of groups": config(7, 256, 8, **SIGMOID, groups=8, top_groups=4, group_best=2, experts=32),
+    "a device's experts, others give their input": config(8, 24, 6, experts=5, identity_experts=9),
     "softmax with a correction": config(5, 64, 6, has_correction=True, least_sum=1e-12),
     "one expert": config(2, 1, 1),
     "all experts": config(8, 31, 31, has_scale=True),
@@ -39,7 +48,7 @@ def operands(c: ChoiceConfig, seed: int = 0) -> dict:
         correction=normal(c.routes) if c.has_correction else None,
         scale=normal(c.routes) if c.has_scale else None,
         live=live,
-        first=np.array([rng.integers(0, c.routes - c.experts + 1)], np.int32),
+        first=np.array([rng.integers(0, c.routes - c.identity_experts - c.experts + 1)], np.int32),
     )
 
 
@@ -67,12 +76,24 @@ def oracle(c: ChoiceConfig, logits, correction, scale, live, first):
     x = logits.astype(np.float64)
     power = np.exp(x - x.max(axis=1, keepdims=True))
     scores = power / power.sum(axis=1, keepdims=True) if c.scores == "softmax_over_all" else 1 / (1 + np.exp(-x))
-    ranks = scores + correction if c.has_correction else x
+    ranks = scores + correction if c.has_correction else scores
+    if c.groups > 1:
+        ranks = within_groups(c, ranks)
     chosen = np.argsort(-ranks, axis=1, kind="stable")[:, : c.top_k]
     top = np.take_along_axis(scores, chosen, axis=1)
     if c.least_sum is not None:
         top = top / np.maximum(top.sum(axis=1, keepdims=True), c.least_sum)
     return chosen, top * c.factor * (scale[chosen] if c.has_scale else 1)
+
+
+def within_groups(c: ChoiceConfig, ranks):
+    """-inf outside the top_groups, in the words of DeepSeek's papers."""
+    kept, size = np.full_like(ranks, -np.inf), c.routes // c.groups
+    for token, row in enumerate(ranks):
+        worth = [sum(sorted(row[g * size : (g + 1) * size])[-c.group_best :]) for g in range(c.groups)]
+        for g in sorted(range(c.groups), key=lambda g: -worth[g])[: c.top_groups]:
+            kept[token, g * size : (g + 1) * size] = row[g * size : (g + 1) * size]
+    return kept
 
 
 def check_rows(c: ChoiceConfig, found: kernel.ChosenExperts, chosen, live, first):
@@ -81,7 +102,9 @@ def check_rows(c: ChoiceConfig, found: kernel.ChosenExperts, chosen, live, first
     has_tile = (live[:, None] > 0) & (own >= 0) & (own < c.experts)
     experts = np.unique(own[has_tile])
     used, tile = len(experts), np.searchsorted(experts, own)
-    np.testing.assert_array_equal(found.row, np.where(has_tile, 8 * tile + np.arange(c.tokens)[:, None], 8 * c.tiles))
+    gives_input = (chosen >= c.routes - c.identity_experts) & (first[0] == 0)
+    row = np.where(has_tile, 8 * tile + np.arange(c.tokens)[:, None], 8 * c.tiles + gives_input)
+    np.testing.assert_array_equal(found.row, row)
     np.testing.assert_array_equal(found.plain_tiles[0], [used] * 3)
     each, last_live = np.arange(used), max(np.flatnonzero(live) + 1, default=0)
     np.testing.assert_array_equal(found.plain_tiles[1 : 1 + used], np.stack([experts, each, np.ones(used)], axis=1))
@@ -103,6 +126,42 @@ def test_choices_scores_and_tiles(name, seed):
     check_rows(c, found, chosen, given["live"], given["first"])
 
 
+def drawn(seed: int) -> ChoiceConfig:
+    """Any config that there is; most have groups."""
+    rng = np.random.default_rng(seed)
+    groups = int(rng.choice([1, 2, 3, 4, 5, 7, 8, 12, 16, 25, 32]))
+    size = int(rng.integers(1, min(24 * (32 >> (groups - 1).bit_length()), 768 // groups) + 1))
+    routes, top_groups = groups * size, int(rng.integers(1, groups + 1))
+    identity = int(rng.integers(0, routes)) * int(groups == 1 and rng.integers(0, 2))
+    return config(
+        int(rng.integers(1, 9)), routes, int(rng.integers(1, min(32, top_groups * size) + 1)),
+        groups=groups, top_groups=top_groups, group_best=int(rng.integers(1, min(4, size) + 1)),
+        identity_experts=identity, experts=int(rng.integers(1, routes - identity + 1)),
+        scores=str(rng.choice(kernel.SCORES)), has_correction=bool(rng.integers(0, 2)),
+        has_scale=bool(rng.integers(0, 2)), least_sum=[None, 1e-20][rng.integers(0, 2)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_configs(seed):
+    c = drawn(seed)
+    assert not supports(c), c
+    given = operands(c, seed)
+    found = by_threads(c, **given)
+    chosen, scores = oracle(c, **given)
+    check_rows(c, found, chosen, given["live"], given["first"])
+    np.testing.assert_allclose(found.scores, scores, rtol=3e-6, atol=1e-9)
+
+
+def test_a_best_group_may_lack_the_best_expert():
+    """Sums of two count: of 3 + 0 and 2 + 2 the latter; of one expert each, the former."""
+    given = operands(config(1, 8, 2), 0) | dict(live=np.ones(1, np.int32), first=np.zeros(1, np.int32))
+    given["logits"] = np.array([[0.0, 3, 0, 0, 2, 0, 2, 0]], np.float32)
+    for best, wanted in ((1, {1, 0}), (2, {4, 6})):
+        found = by_threads(config(1, 8, 2, scores="sigmoid", groups=2, group_best=best), **given)
+        assert {*found.plain_tiles[1:, 0].tolist()} == wanted
+
+
 def test_among_equals_the_first_is_chosen():
     """As by jax.lax.top_k, by which -0.0 is below 0.0."""
     c = config(2, 70, 5)
@@ -117,9 +176,10 @@ def test_among_equals_the_first_is_chosen():
     np.testing.assert_allclose(found.scores, scores, rtol=3e-6)
 
 
+@pytest.mark.parametrize("groups", [1, 5, 8])
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf, -np.inf])
-def test_a_token_without_numbers_harms_no_other(bad):
-    c = config(4, 40, 3, least_sum=1e-20)
+def test_a_token_without_numbers_harms_no_other(bad, groups):
+    c = config(4, 40, 3, least_sum=1e-20, groups=groups, top_groups=-(-groups // 2), group_best=2)
     given = operands(c) | dict(live=np.ones(4, np.int32))
     chosen, scores = oracle(c, **given)
     given["logits"][2] = bad
@@ -144,8 +204,18 @@ def test_a_small_sum_does_not_make_scores_large():
 
 
 def test_what_it_does_not_serve():
-    assert supports(config(9, 8, 2)) and supports(config(4, 513, 2)) and supports(config(4, 64, 33))
+    assert supports(config(9, 8, 2)) and supports(config(4, 769, 2)) and supports(config(4, 64, 33))
     assert supports(config(4, 8, 2, scores="sparsemixer")) and supports(config(4, 8, 2, experts=9))
+    of_8 = lambda **fields: supports(config(4, 8, 2, **dict(groups=2, top_groups=1) | fields))
+    assert not of_8() and not of_8(group_best=4) and not supports(config(4, 768, 2))
+    assert of_8(groups=3) == ["8 experts in 3 groups: wanted 1 to 32 equal ones"]
+    assert of_8(groups=0) and supports(config(4, 66, 2, groups=33)) and supports(config(4, 0, 1))
+    assert of_8(top_groups=0) and of_8(top_groups=3) and of_8(group_best=0) and of_8(group_best=5)
+    assert of_8(groups=4, group_best=3) and of_8(groups=8) == ["top_k 2: wanted 1 to 32, and to 1 experts"]
+    assert supports(config(4, 49 * 17, 2, groups=17)) == ["49 experts of a group: wanted 1 to 24"]
+    assert of_8(identity_experts=1, experts=7) == ["identity experts in groups"]
+    assert supports(config(4, 8, 2, identity_experts=1)) == ["tiles of 8 experts: wanted 1 to 7"]
+    assert supports(config(4, 8, 2, identity_experts=-1))
     with pytest.raises(NotImplementedError, match="9 tokens"):
         kernel.choose_experts(None, None, None, None, None, config(9, 8, 2))
     c, x = config(2, 8, 2), lambda *shape: np.zeros(shape, np.float32)
@@ -156,7 +226,9 @@ def test_what_it_does_not_serve():
         kernel.choose_experts(x(2, 8), None, None, x(2), whole(1), c)
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek V3 without groups", "512 experts"])
+@pytest.mark.parametrize(
+    "name", ["Qwen3", "DeepSeek V3", "DeepSeek V2", "three groups", "LongCat Flash", "512 experts"]
+)
 def test_it_lowers_for_cuda(name):
     c = CASES[name]
     shapes = [x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(c).values()]
