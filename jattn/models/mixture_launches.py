@@ -26,13 +26,16 @@ KERNEL_SCORES = {"softmax": "softmax_over_all", "softmax_over_all": "softmax_ove
 def _choice_config(moe: Any, tokens: int, count: int) -> ChoiceConfig | None:
     """The launch that chooses; None where there is none."""
     is_hopper = device.detect().generation == "sm_90" and not is_partitioned()
-    if not is_hopper or moe.scores not in KERNEL_SCORES or moe.groups > 1 or moe.identity_experts:
+    if not is_hopper or moe.scores not in KERNEL_SCORES:
         return None
-    is_of_chosen = moe.scores == "softmax" and not moe.correction  # MoE has no least sum for it
+    has_groups = moe.groups > 1
+    is_of_chosen = moe.scores == "softmax" and not moe.correction and not has_groups  # MoE has no least sum for it
+    of_groups = dict(groups=moe.groups, top_groups=moe.top_groups, group_best=moe.group_best) if has_groups else {}
     is_divided = moe.normalised or moe.scores == "softmax"
     config = ChoiceConfig(
-        tokens=tokens, routes=moe.num_experts, top_k=moe.top_k, experts=count, scores=KERNEL_SCORES[moe.scores],
-        has_correction=moe.correction, factor=moe.factor, has_scale=moe.expert_scale,
+        tokens=tokens, routes=moe.num_routes, top_k=moe.top_k, experts=count, scores=KERNEL_SCORES[moe.scores],
+        has_correction=moe.correction, identity_experts=moe.identity_experts, factor=moe.factor,
+        has_scale=moe.expert_scale, **of_groups,
         least_sum=(0.0 if is_of_chosen else moe.least_sum) if is_divided else None,
     )  # fmt: skip
     return None if supports(config) else config
@@ -97,9 +100,12 @@ class MixtureLaunches:
             jnp.asarray(first if c.experts < c.routes else 0, jnp.int32).reshape(1), c,
         )  # fmt: skip
         y = self._experts(weights, x, chosen)
-        y = y.at[chosen.row.reshape(-1)].get(mode="fill", fill_value=0)  # 0: of an expert without a tile
-        y = y.reshape(*chosen.row.shape, -1) * chosen.scores[:, :, None].astype(x.dtype)
-        return y.sum(axis=1)
+        y = y.at[chosen.row.reshape(-1)].get(mode="fill", fill_value=0)  # 0: of a choice without a tile
+        y = (y.reshape(*chosen.row.shape, -1) * chosen.scores[:, :, None].astype(x.dtype)).sum(axis=1)
+        if not c.identity_experts:
+            return y
+        kept = jnp.where(chosen.row == TILE_ROWS * c.tiles + 1, chosen.scores, 0).sum(axis=1)
+        return y + x * kept[:, None].astype(x.dtype)
 
     def _experts(self, weights: dict, x: jax.Array, chosen: ChosenExperts) -> jax.Array:
         """[8 * tiles, hidden]: all tokens by the expert of each tile; what no token chose is undefined."""

@@ -8,15 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jattn import models
 from jattn.device import Chip
 from jattn.models import MLP, MoE, mixture_launches
 from jattn.models.mixture_launches import MixtureLaunches
 from jattn.nn.norm import Norm
+from jattn.nn.weight_spec import is_weight_spec
 from jattn.ops import mixture_products
 from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu import expert_product_sm90, packed_sums_sm90
 from pallas_kernels.gpu.expert_choice_sm80 import ChoiceConfig, ChosenExperts
 from tests.kernels.gpu.test_expert_choice import by_threads
+from tests.models.published import PUBLISHED
 from tests.ops.test_experts import of_16_bits, stacked
 
 TOKENS, HIDDEN, WIDTH, EXPERTS = 5, 64, 128, 6
@@ -78,6 +81,10 @@ OPTIONS = {
     "gpt-oss": dict(bias=True, router_bias=True, clamp=(1.7, 7.0)),
     "GLM 4": dict(scores="sigmoid", correction=True, normalised=True, factor=2.5, float32_router=True),
     "Ernie": dict(correction=True, least_sum=1e-12),
+    "DeepSeek V3": dict(scores="sigmoid", correction=True, normalised=True, factor=2.5, groups=3, top_groups=2),
+    "DeepSeek V2": dict(scores="softmax_over_all", factor=16.0, groups=3, top_groups=2, group_best=1),
+    "softmax in groups": dict(groups=2, top_groups=1, least_sum=0.9),
+    "LongCat": dict(scores="softmax_over_all", correction=True, factor=6.0, identity_experts=3),
     "Gemma": dict(scores="softmax_over_all", normalised=True, activation="gelu", expert_scale=True),
 }
 FORMS = {"bfloat16": None, "int4": ("int4", 32), "fp8": ("fp8", 64)}
@@ -85,11 +92,12 @@ FORMS = {"bfloat16": None, "int4": ("int4", 32), "fp8": ("fp8", 64)}
 
 def mixture(name: str, form: str = "bfloat16") -> tuple[MoE, dict]:
     moe = MoE(num_experts=EXPERTS, top_k=2, width=WIDTH, **OPTIONS[name])
-    router = dict(kernel=draw(HIDDEN, EXPERTS, size=HIDDEN**-0.5))
-    router |= {k: draw(EXPERTS, dtype="float32") for k in ("bias",) if moe.router_bias}
+    routes = EXPERTS + moe.identity_experts
+    router = dict(kernel=draw(HIDDEN, routes, size=HIDDEN**-0.5))
+    router |= {k: draw(routes, dtype="float32") for k in ("bias",) if moe.router_bias}
     router |= {"norm": dict(scale=draw(HIDDEN))} if moe.router_norm is not None else {}
-    router |= {"correction": draw(EXPERTS, dtype="float32")} if moe.correction else {}
-    router |= {"expert_scale": draw(EXPERTS, dtype="float32")} if moe.expert_scale else {}
+    router |= {"correction": draw(routes, dtype="float32")} if moe.correction else {}
+    router |= {"expert_scale": draw(routes, dtype="float32")} if moe.expert_scale else {}
     weights: dict = dict(router=router)
     for part, matrix in zip(("gate", "up", "down"), of_16_bits(EXPERTS, HIDDEN, WIDTH), strict=True):
         if FORMS[form] is not None:
@@ -125,16 +133,30 @@ def test_is_the_mixture(monkeypatch, name, form):
     assert [c.tokens for c in seen] == [TOKENS] * (len(seen) - 1) + [0]
 
 
-def test_ranges_of_experts_add_up(monkeypatch):
+@pytest.mark.parametrize("name", ["gpt-oss", "DeepSeek V3", "LongCat"])
+def test_ranges_of_experts_add_up(monkeypatch, name):
     """As on the devices of a mesh, also with a first expert that is computed."""
-    (moe, weights), x = mixture("gpt-oss"), draw(TOKENS, HIDDEN)
+    (moe, weights), x = mixture(name), draw(TOKENS, HIDDEN)
     wanted, seen, parts = moe(weights, x), on_hopper(monkeypatch), 0
     run = jax.jit(moe.routed, static_argnums=3)
     for first, count in ((0, 1), (1, 3), (4, 2)):
         own = {name: {k: w[first : first + count] for k, w in weights[name].items()} for name in ("gate", "up", "down")}
         parts += np.asarray(run(weights | own, x, jnp.int32(first), count), np.float64)
-    assert len(seen) == 9
+    assert len(seen) == (9 if name == "gpt-oss" else 6)
     close(parts, wanted)
+
+
+def test_experts_that_give_their_input_need_no_tile(monkeypatch):
+    """A token that chose only such experts, one that chose both kinds, and one that is padding."""
+    moe = MoE(num_experts=EXPERTS, top_k=2, width=WIDTH, identity_experts=2, float32_router=True)
+    x, logits = jnp.eye(3, HIDDEN, dtype=jnp.bfloat16), np.zeros((HIDDEN, EXPERTS + 2), np.float32)
+    logits[0, [6, 7]], logits[1, [2, 7]], logits[2, [7, 3]] = (9, 8), (9, 8), (9, 8)
+    weights = mixture("Mixtral")[1] | {"router": dict(kernel=jnp.asarray(logits))}
+    run = lambda: moe(weights, x, is_live=jnp.array([True, True, False]))
+    wanted, seen = run(), on_hopper(monkeypatch)
+    found = run()
+    close(found, wanted)
+    assert seen and (found[0] == x[0]).all() and (found[1, 2:] != 0).any()
 
 
 def test_no_live_token_gives_zeros(monkeypatch):
@@ -176,10 +198,11 @@ def test_scores_of_chosen_logits_have_no_least_sum(monkeypatch):
     _, weights = mixture("Mixtral")
     x, options = draw(TOKENS, HIDDEN), dict(num_experts=EXPERTS, top_k=1, width=WIDTH, least_sum=1.0)
     ways = [MoE(**options), MoE(**options, normalised=True), MoE(**options, scores="sigmoid", normalised=True)]
+    ways += [MoE(**options, groups=2, group_best=1)]  # over all logits
     wanted, seen = [moe(weights, x) for moe in ways], on_hopper(monkeypatch)
     for moe, y in zip(ways, wanted, strict=True):
         close(moe(weights, x), y)
-    assert len(seen) == 6
+    assert len(seen) == 8
 
 
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax_over_all"])
@@ -194,6 +217,46 @@ def test_the_largest_logits_are_chosen_where_scores_are_equal(monkeypatch, score
     y, seen = moe(weights, x), on_hopper(monkeypatch)
     close(moe(weights, x), y)
     assert seen
+
+
+TIED = {
+    "sigmoid, two best": dict(scores="sigmoid", correction=True, groups=4, top_groups=2),
+    "sigmoid, one group": dict(scores="sigmoid", correction=True, groups=4, top_groups=1),
+    "sigmoid, one best": dict(scores="sigmoid", groups=6, top_groups=3, group_best=1),
+    "softmax, three best": dict(scores="softmax_over_all", groups=3, top_groups=2, group_best=3),
+    "softmax with a correction": dict(scores="softmax_over_all", correction=True, groups=2, group_best=4),
+    "without groups": dict(scores="sigmoid", correction=True, identity_experts=5),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+@pytest.mark.parametrize("seed", range(8))
+def test_ties_are_decided_as_without_launches(monkeypatch, name, seed):
+    """Between experts, between groups, and with experts outside the best groups where a rank in them is -inf.
+
+    Scores are 0, 0.5 and 1, or 0 and a share, corrections 0, 0.25 and -inf: sums are exact."""
+    rng, options = np.random.default_rng(seed), dict(num_experts=24, top_k=4, width=WIDTH, float32_router=True)
+    moe = MoE(**options | TIED[name])
+    values = [0, 100, -200] if moe.scores == "sigmoid" else [0, -200]
+    router = dict(kernel=jnp.asarray(rng.choice(values, (8, moe.num_routes)), jnp.float32))
+    if moe.correction:
+        share = [0.4, 0.1, 0.5] if seed % 2 else [0.2, 0.1, 0.7]  # of 0, 0.25 and -inf
+        correction = rng.choice([0, 0.25, -np.inf], moe.num_routes, p=share)
+        router["correction"] = jnp.asarray(correction, jnp.float32)
+    x = jnp.eye(8)
+    wanted, scores = (np.asarray(y) for y in moe._route(router, x))
+    on_hopper(monkeypatch)
+    config = mixture_launches._choice_config(moe, 8, moe.num_experts)
+    assert config is not None
+    correction = np.asarray(router["correction"]) if moe.correction else None
+    found = by_threads(
+        config, np.asarray(moe.logits(router, x)), correction, None, np.ones(8, np.int32), np.zeros(1, np.int32)
+    )
+    has_tile = wanted < moe.num_experts
+    assert ((found.row < 8 * config.tiles) == has_tile).all()
+    of_tile = np.where(has_tile, found.row // 8, 0)
+    np.testing.assert_array_equal(found.plain_tiles[1 + of_tile, 0][has_tile], wanted[has_tile])
+    np.testing.assert_allclose(found.scores, scores, rtol=1e-6)
 
 
 def test_a_batch_of_mixtures_and_what_the_router_reads(monkeypatch):
@@ -228,8 +291,9 @@ def test_derivatives_are_those_of_rows_brought_together(monkeypatch, order):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(scores="sigmoid_of_input"), dict(identity_experts=1), dict(groups=2), dict(scores="sparsemixer"),
-        dict(num_experts=600), dict(width=100),
+        dict(scores="sigmoid_of_input"), dict(scores="sparsemixer"), dict(groups=2, num_experts=10, group_best=5),
+        dict(groups=33, num_experts=66, top_groups=9), dict(num_experts=800), dict(identity_experts=800),
+        dict(width=100),
     ],
     ids=str,
 )  # fmt: skip
@@ -248,16 +312,49 @@ def test_other_mixtures_have_no_such_launches(monkeypatch, change):
 
 
 SERVED = {
-    "num_experts", "top_k", "width", "activation", "clamp", "scores", "correction", "normalised", "least_sum", "factor",
-    "expert_scale", "float32_router", "router_norm", "router_bias", "bias",
+    "num_experts", "top_k", "width", "activation", "clamp", "scores", "correction", "groups", "top_groups",
+    "group_best", "normalised", "least_sum", "factor", "expert_scale", "identity_experts", "float32_router",
+    "router_norm", "router_bias", "bias",
 }  # fmt: skip
-REFUSED = {"groups", "top_groups", "group_best", "identity_experts", "jitter"}
+REFUSED = {"jitter"}
 BESIDE = {"shared", "shared_gate"}  # not of the routed experts
 
 
 def test_every_option_of_a_mixture_is_served_or_refused():
     """Who adds one decides in `MixtureLaunches.of`, and tests it here."""
     assert {field.name for field in dataclasses.fields(MoE)} == SERVED | REFUSED | BESIDE
+
+
+DEEPSEEK = dict(
+    moe_layer_freq=1, n_group=8, n_routed_experts=160, n_shared_experts=2, num_experts_per_tok=6, topk_group=3,
+    topk_method="group_limited_greedy", routed_scaling_factor=16.0,
+)  # fmt: skip
+FAMILIES = {  # name -> keys beside those of the published config, groups, experts and routes of the launch
+    "deepseek_v3": ({}, 8, 256, 256),
+    "deepseek_v2": (DEEPSEEK, 8, 160, 160),
+    "kimi_k2": ({}, 1, 384, 384),
+    "glm4_moe": ({}, 1, 128, 128),
+    "dots1": ({}, 1, 128, 128),
+    "longcat_flash": ({}, 1, 512, 768),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_published_mixtures_have_such_launches(monkeypatch, name):
+    """In bfloat16."""
+    keys, groups, experts, routes = FAMILIES[name]
+    published = {k: v for k, v in PUBLISHED[name].items() if k != "quantization_config"}
+    config = models.config_of(published | keys)
+    (moe,) = {layer.moe for layer in config.layers if layer.moe is not None}
+    shape = lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.bfloat16)
+    weights = jax.tree.map(shape, moe.weight_specs(config.hidden_size), is_leaf=is_weight_spec)
+    x, seen = jax.ShapeDtypeStruct((4, config.hidden_size), jnp.bfloat16), on_hopper(monkeypatch)
+    launches = MixtureLaunches.of(moe, weights, x, experts)
+    assert launches is not None
+    choice = launches.choice_config
+    assert (choice.groups, choice.experts, choice.routes) == (groups, experts, routes)
+    y = jax.eval_shape(lambda weights, x: moe(weights, x), weights, x)
+    assert y.shape == x.shape and [c.matrices for c in seen] == [2, 1]
 
 
 def test_where_there_are_such_launches(monkeypatch):
