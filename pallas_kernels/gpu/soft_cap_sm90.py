@@ -17,8 +17,8 @@ from pallas_kernels.gpu import rows_sm90 as rows
 
 COEFFICIENTS, WITHIN = (0.99992075, -0.32962109, 0.10660985), 0.625
 EVERY = 4
-"""One of so many register pairs is computed by FMA. With a cap pre_1x8k takes 868, with two of four 872, with three 895;
-without a cap 781. Heads of 256, pre_1x4k: 204, with two 207, with none 210."""
+"""One of so many register pairs is computed by FMA. With a cap pre_1x8k takes 868, with two of four 872, with three
+895; without a cap 781. Heads of 256, pre_1x4k: 204, with two 207, with none 210."""
 
 
 def capped(x, scale, cap: float):
