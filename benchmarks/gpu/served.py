@@ -47,6 +47,15 @@ DEEPSEEK = dict(
 )  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama_8b": LLAMA | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32),
+    "llama_1b": LLAMA | dict(hidden_size=2048, intermediate_size=8192, num_attention_heads=32, head_dim=64),
+    "qwen25_7b": LLAMA | dict(
+        model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, rope_theta=1e6, rms_norm_eps=1e-6,
+    ),
+    "qwen3_4b": LLAMA | dict(
+        model_type="qwen3", hidden_size=2560, intermediate_size=9728, num_attention_heads=32, vocab_size=151936,
+        rope_theta=1e6, rms_norm_eps=1e-6, attention_bias=False,
+    ),
     "qwen3_30b": LLAMA | dict(
         model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True, num_attention_heads=32, num_key_value_heads=4, vocab_size=151936,
@@ -99,6 +108,9 @@ CASES = {
         Case("llama_8b"),
         Case("llama_8b", form="int4_g64"),
         Case("llama_8b", form="nvfp4"),
+        Case("llama_1b"),
+        Case("qwen25_7b"),
+        Case("qwen3_4b"),
         Case("qwen3_30b"),
         Case("qwen3_30b", form="fp8_g128"),
         Case("gpt_oss_20b", form="mxfp4", only_experts=True),

@@ -138,7 +138,17 @@ def forward(
     step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
     if own is None:
         return _apart(step, weights, x, arguments)
-    return _together(step, weights, x, arguments, (own.plans, own.vectors))
+    together = lambda: _together(step, weights, x, arguments, (own.plans, own.vectors))
+    if own.has_few_keys is None:
+        return together()
+    return jax.lax.cond(own.has_few_keys, together, lambda: _apart(step, weights, x, _planned_anew(attns, arguments)))
+
+
+def _planned_anew(attns: Sequence, arguments: Sequence) -> list:
+    """The arguments with plans that are built here: those of a branch that is not taken are not."""
+    of_plan = {id(m): (attn, m.common) for attn, (_, m, *_) in zip(attns, arguments, strict=True)}
+    plans = {key: attn.build(common) for key, (attn, common) in of_plan.items()}
+    return [(cache, plans[id(m)], *others) for cache, m, *others in arguments]
 
 
 @dataclasses.dataclass(frozen=True)

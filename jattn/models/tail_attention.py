@@ -1,8 +1,8 @@
 """Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
 
 One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
-after their biases and an RMS norm of each head if they have those. Where requests may have many keys, the attention
-kernel is faster: see MOST_TURNS.
+after their biases and an RMS norm of each head if they have those. Where requests have many keys, the attention kernel
+is faster, see MOST_TURNS: a program whose requests may have many has both.
 """
 
 import dataclasses
@@ -29,8 +29,6 @@ from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTa
 MOST_TURNS = 8
 """Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
 about 11 us together, are faster. Measured up to 4."""
-TRIED_ONLY = True
-"""Only launches of a kind that has run on a card. The others have been compiled, and simulated by the tests."""
 KERNELS = "q", "k", "v", "qkv", "o"
 NORMS = "q_norm", "k_norm"
 
@@ -42,6 +40,7 @@ class Attending:
     configs: list[LayerTailConfig]
     plans: list[jax.Array]  # see kernel.plan
     vectors: list[tuple]  # of each layer: the biases of q, k and v, and the scales of the norms of q and k, if any
+    has_few_keys: jax.Array | None  # bool[]: no CTA has more than MOST_TURNS; None: whatever the requests' lengths
 
 
 def attending(
@@ -60,8 +59,6 @@ def attending(
         if config is None:
             return None
         found.append(config)
-    if not _has_short_keys(found, arguments[0][1].common) or (TRIED_ONLY and not all(map(_is_tried, found, layers))):
-        return None
     if len(layers) > 1:
         splits = [config.products[-1].splits for config in found]
         splits = [splits[max(i - 1, 0)] for i in range(len(found))]
@@ -76,7 +73,11 @@ def attending(
             plans[key] = kernel.plan(config.attention, config.ctas, *lengths, jnp.asarray(m.slot_mapping))
         of_layers.append(plans[key])
     vectors = [_vectors(layer.self_attn, own["attn"]) for layer, own in zip(layers, weights, strict=True)]
-    return Attending(found, of_layers, vectors)
+    few = None
+    if not _have_few_keys(found, arguments[0][1].common):
+        of_plan = {id(table): (table, config.attention) for table, config in zip(of_layers, found, strict=True)}
+        few = jnp.all(jnp.stack([kernel.most_turns(*each) <= MOST_TURNS for each in of_plan.values()]))
+    return Attending(found, of_layers, vectors, few)
 
 
 def _vectors(config: Any, weights: dict) -> tuple:
@@ -94,19 +95,7 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
     return dataclasses.replace(config, attention=attention, adds_directly=directly and len(config.products) == 4)
 
 
-def _is_tried(config: LayerTailConfig, layer: LayerConfig) -> bool:
-    """Heads of 64 without norm and window, at most 4 to a kv head, tokens that a CTA merges in one turn, SiLU, and
-    neither biases nor factors of the residual."""
-    a = config.attention
-    assert a is not None
-    one_turn = all(product.blocks <= 4 for product in (config.products[0], *config.products[3:]))
-    assert isinstance(layer.self_attn, AttentionConfig) and isinstance(layer.mlp, MLP)
-    has_bias = a.has_bias or layer.self_attn.out_bias or layer.mlp.bias
-    is_plain = not has_bias and config.activation == "silu" and config.factors == (1.0, 1.0)
-    return is_plain and a.head_dim == 64 and a.norm_eps is None and a.left < 0 and a.chunks == 1 and one_turn
-
-
-def _has_short_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
+def _have_few_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
     """No batch of this shape has requests of too many keys."""
     for config in configs:
         attention = config.attention

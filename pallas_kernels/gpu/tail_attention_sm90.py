@@ -65,6 +65,11 @@ def plan(attention: TailAttention, ctas: int, query_start_loc, seq_lens, slots) 
     return jnp.concatenate([table, last.astype(jnp.int32)[None]])
 
 
+def most_turns(table: jax.Array, attention: TailAttention) -> jax.Array:
+    """i32[]: of a plan's CTAs, the most turns of one over its keys."""
+    return cdiv(jnp.max(table[:-1, END] - table[:-1, FIRST]), attention.keys_a_turn)
+
+
 def parts_of(attention: TailAttention, ctas: int, live, seq_lens):
     """i32[] the parts of each unit: so many that every CTA has work, if each has a key for each group of lanes."""
     even = lax.div(jnp.int32(ctas), jnp.maximum(live, 1) * attention.units)

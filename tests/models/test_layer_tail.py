@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 import jattn
 from jattn import models
+from jattn.backends.gpu_plan import PallasGpuMetadata
 from jattn.device import Chip
 from jattn.models import decoder, quantising, tail_attention
 from jattn.models import layer_tail as taken
@@ -432,7 +433,6 @@ def attending(monkeypatch):
     launches = []
     on_chip(monkeypatch)
     monkeypatch.setattr(jattn.device, "chip_of", lambda _: Chip("gpu", "sm_90"))
-    monkeypatch.setattr(tail_attention, "TRIED_ONLY", False)
     either = lambda *args: (attention_formulas if args[6] else formulas)(launches, *args)
     monkeypatch.setattr(op, "launch", either)
     return launches
@@ -440,9 +440,9 @@ def attending(monkeypatch):
 
 def decode_step(config, params, backend, new=(1, 0, 1, 1), lens=(70, 0, 1, 33), **changes):
     """f32 (logits, caches) of a step of these requests, the third padded."""
-    page, rng = 16, np.random.default_rng(7)
-    table = rng.permutation(32).reshape(4, 8).astype(np.int32)
-    caches = config.make_caches(32, page, jnp.bfloat16)
+    page, rng, pages = 16, np.random.default_rng(7), changes.pop("pages", 8)
+    table = rng.permutation(4 * pages).reshape(4, pages).astype(np.int32)
+    caches = config.make_caches(4 * pages, page, jnp.bfloat16)
     normal = lambda pool: jnp.asarray(rng.normal(size=pool.shape), jnp.bfloat16)
     caches = [dataclasses.replace(cache, k=normal(cache.k), v=normal(cache.v)) for cache in caches]
     size = changes.pop("num_tokens", 4)
@@ -471,12 +471,12 @@ def test_a_decode_step_of_few_requests_is_one_launch_a_layer(family, sizes, atte
         np.testing.assert_allclose(own, other, rtol=0.02, atol=0.02)
 
 
-def taken_of(config, attending, monkeypatch, **batch) -> bool:
-    """Whether a step takes the launch with attention, if a launch is reached at all."""
+def of_step(config, attending, monkeypatch, **batch) -> tail_attention.Attending | None:
+    """What a step has of the launch with attention, if a launch is reached at all; None: that is not taken."""
     seen = []
 
     def stop(*args):
-        seen.append(tail_attention.attending(*args) is not None)
+        seen.append(tail_attention.attending(*args))
         raise StopIteration
 
     monkeypatch.setattr(taken, "attending", stop)
@@ -501,24 +501,48 @@ def taken_of(config, attending, monkeypatch, **batch) -> bool:
     ],
 )
 def test_which_steps_take_the_launch_with_attention(family, changes, batch, is_taken, attending, monkeypatch):
-    assert taken_of(config_of(family, **changes), attending, monkeypatch, **batch) == is_taken
+    found = of_step(config_of(family, **changes), attending, monkeypatch, **batch)
+    assert (found is not None) == is_taken
 
 
-def test_requests_of_many_keys_are_left_to_the_attention_kernel(attending, monkeypatch):
+def test_a_program_for_requests_of_many_keys_takes_the_launch_where_they_have_few(attending):
+    config = config_of("ministral")  # layers with a window, and without
+    params = params_of(config)
+    with jax.disable_jit():
+        found, caches = decode_step(config, params, "pallas_gpu", max_blocks=4096)
+    assert [c.attention is not None for c in attending] == [True] * len(config.layers)
+    wanted, wanted_caches = decode_step(config, params, "sdpa")
+    assert far(found, wanted) < 0.05
+    for own, other in zip(caches, wanted_caches, strict=True):
+        np.testing.assert_allclose(own, other, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(("lens", "is_together"), [((1025, 0, 1, 33), True), ((1026, 0, 1, 33), False)])
+def test_the_longest_request_decides(lens, is_together, attending, monkeypatch):
+    """Each of three live tokens has 16 parts. One turn of a part takes 64 of the cached keys."""
+    monkeypatch.setattr(tail_attention, "MOST_TURNS", 1)
+    seen = []
+
+    def instead(together):
+        def step(step, weights, x, arguments, *_):
+            seen.append(together)
+            assert together or [type(m) for _, m, *_ in arguments] == [PallasGpuMetadata] * len(config.layers)
+            raise StopIteration
+
+        return step
+
+    for name, together in (("_together", True), ("_apart", False)):
+        monkeypatch.setattr(taken, name, instead(together))
+    config = config_of("llama")
+    with jax.disable_jit(), pytest.raises(StopIteration):
+        decode_step(config, params_of(config), "pallas_gpu", lens=lens, pages=80)
+    assert seen == [is_together]
+
+
+def test_a_program_without_long_requests_has_one_form(attending, monkeypatch):
     """For 4 tokens with 4 heads of 64 over 2 kv heads there are 16 parts of each, and 64 keys a turn: 8192 keys."""
     assert tail_attention.MOST_TURNS * 16 * 64 == 8192
-    for blocks, is_taken in ((512, True), (513, False)):
-        assert taken_of(config_of("llama"), attending, monkeypatch, max_blocks=blocks) == is_taken
+    for blocks, has_both in ((512, False), (513, True)):
+        found = of_step(config_of("llama"), attending, monkeypatch, max_blocks=blocks)
+        assert found is not None and (found.has_few_keys is not None) == has_both
 
-
-@pytest.mark.parametrize(
-    ("family", "changes", "is_taken"),
-    [("llama", {}, True), ("llama", dict(head_dim=128), False), ("qwen3", {}, False), ("mistral", {}, False),
-     ("qwen2", {}, False), ("granite", {}, False), ("llama", dict(mlp_bias=True), False),
-     ("llama", dict(hidden_act="gelu_new"), False),
-     ("llama", dict(num_attention_heads=8, num_key_value_heads=1), False),
-     ("llama", dict(hidden_size=2048, num_attention_heads=32, num_key_value_heads=8), True)],
-)  # fmt: skip
-def test_only_launches_of_a_kind_that_has_run_are_taken(family, changes, is_taken, attending, monkeypatch):
-    monkeypatch.setattr(tail_attention, "TRIED_ONLY", True)
-    assert taken_of(config_of(family, **changes), attending, monkeypatch) == is_taken
