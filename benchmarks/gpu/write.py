@@ -36,6 +36,7 @@ CASES = {  # name: tokens, fields of the cache
     "write_8k_page128": (8192, dict(block_size=128, num_blocks=1024)),
     "write_8k_fp8": (8192, dict(dtype="float8_e4m3fn", quant="per_tensor")),
     "write_8k_fp8_token": (8192, dict(dtype="float8_e4m3fn", quant="per_token_head")),
+    "write_8k_fp8_token_prompt": (8192, dict(dtype="float8_e4m3fn", quant="per_token_head")),
     "write_8k_int8_token": (8192, dict(dtype="int8", quant="per_token_head")),
     "write_64_int8_token": (64, dict(dtype="int8", quant="per_token_head", layout="NHD")),
     "write_1000_d80": (1000, dict(head_dim=80, v_head_dim=48)),
@@ -56,7 +57,7 @@ def measure(name: str, iterations: int, chunks: int | None = None) -> dict:
     spec = jattn.AttentionSpec(num_heads=32, num_kv_heads=HEADS, head_dim=pool.head_dim, v_head_dim=pool.v_head_dim)
     impl = jattn.PagedAttention(spec, pool, backend="pallas_gpu").impl
     rng = np.random.default_rng(0)
-    rows = [_rows(rng, i, tokens, pool) for i in range(REPEATS)]
+    rows = [_rows(rng, i, tokens, pool, in_pages=name.endswith("_prompt")) for i in range(REPEATS)]
     params = jattn.AttentionParams()
     ours = lambda cache, k, v, slots: impl.do_kv_cache_update(
         cache, k, v, argparse.Namespace(slot_mapping=slots), params
@@ -98,14 +99,19 @@ def int8_exactly(cache, k, v, slots):
     return dataclasses.replace(cache, **pools)
 
 
-def _rows(rng, seed: int, tokens: int, pool):
-    """New keys and values, and their slots: some are padding, some lie past the end of the pool."""
+def _rows(rng, seed: int, tokens: int, pool, in_pages: bool = False):
+    """New keys and values, and their slots: some are padding, some lie past the end of the pool.
+
+    in_pages: as those of a prompt, which fills page after page; else each token's slot is drawn.
+    """
     keys = jax.random.split(jax.random.key(seed), 2)
     k, v = (
         jax.random.normal(key, (tokens, HEADS, dim), jnp.bfloat16)
         for key, dim in zip(keys, (pool.head_dim, pool.v_head_dim), strict=True)
     )
-    slots = rng.permutation(pool.capacity_tokens)[:tokens].astype(np.int32)
+    size = pool.block_size if in_pages else 1
+    first = rng.permutation(pool.capacity_tokens // size)[: -(-tokens // size)] * size
+    slots = (first[:, None] + np.arange(size)).reshape(-1)[:tokens].astype(np.int32)
     slots[0], slots[tokens // 2], slots[-1] = -1, pool.capacity_tokens, 2**31 - 1
     return k, v, jnp.asarray(slots)
 

@@ -138,7 +138,7 @@ def forward(
     step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
     if own is None:
         return _apart(step, weights, x, arguments)
-    together = lambda: _together(step, weights, x, arguments, (own.plans, own.vectors))
+    together = lambda: _together(step, weights, x, arguments, (own.plans(), own.vectors))
     if own.has_few_keys is None:
         return together()
     return jax.lax.cond(own.has_few_keys, together, lambda: _apart(step, weights, x, _planned_anew(attns, arguments)))

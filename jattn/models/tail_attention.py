@@ -6,6 +6,7 @@ is faster, see MOST_TURNS: a program whose requests may have many has both.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from jattn.backends.gpu_plan import PallasGpuMetadata
 from jattn.backends.pallas_gpu import PallasGpuBackend
 from jattn.backends.parallel import ContextParallel
 from jattn.models.config import LayerConfig
-from jattn.models.mlp import MLP
 from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import projections, rows_apart
@@ -38,7 +38,7 @@ class Attending:
     """The launches of such a step, one a layer, and what their CTAs do."""
 
     configs: list[LayerTailConfig]
-    plans: list[jax.Array]  # see kernel.plan
+    plans: Callable[[], list[jax.Array]]  # of each layer, see kernel.plan
     vectors: list[tuple]  # of each layer: the biases of q, k and v, and the scales of the norms of q and k, if any
     has_few_keys: jax.Array | None  # bool[]: no CTA has more than MOST_TURNS; None: whatever the requests' lengths
 
@@ -64,20 +64,26 @@ def attending(
         splits = [splits[max(i - 1, 0)] for i in range(len(found))]
         directly = max(splits) <= SHARES
         found = [_with_sums(c, n, layer, directly) for c, n, layer in zip(found, splits, layers, strict=True)]
-    plans: dict[tuple, jax.Array] = {}
-    of_layers = []
-    for config, (_, m, *_) in zip(found, arguments, strict=True):
-        key = config.attention.left, id(m)
-        if key not in plans:
-            lengths = jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens)
-            plans[key] = kernel.plan(config.attention, config.ctas, *lengths, jnp.asarray(m.slot_mapping))
-        of_layers.append(plans[key])
+    keys = [(config.attention.left, id(m)) for config, (_, m, *_) in zip(found, arguments, strict=True)]
+    of_key = {key: (c, m) for key, c, (_, m, *_) in zip(keys, found, arguments, strict=True)}
+
+    def plans() -> list[jax.Array]:
+        made = {
+            key: kernel.plan(c.attention, c.ctas, *_lengths(m), jnp.asarray(m.slot_mapping))
+            for key, (c, m) in of_key.items()
+        }
+        return [made[key] for key in keys]
+
     vectors = [_vectors(layer.self_attn, own["attn"]) for layer, own in zip(layers, weights, strict=True)]
     few = None
     if not _have_few_keys(found, arguments[0][1].common):
-        of_plan = {id(table): (table, config.attention) for table, config in zip(of_layers, found, strict=True)}
-        few = jnp.all(jnp.stack([kernel.most_turns(*each) <= MOST_TURNS for each in of_plan.values()]))
-    return Attending(found, of_layers, vectors, few)
+        turns = [kernel.most_turns(c.attention, c.ctas, *_lengths(m)) for c, m in of_key.values()]
+        few = functools.reduce(jnp.maximum, turns) <= MOST_TURNS
+    return Attending(found, plans, vectors, few)
+
+
+def _lengths(m: PallasGpuMetadata) -> tuple[jax.Array, jax.Array]:
+    return jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens)
 
 
 def _vectors(config: Any, weights: dict) -> tuple:

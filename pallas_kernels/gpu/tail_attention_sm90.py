@@ -65,9 +65,11 @@ def plan(attention: TailAttention, ctas: int, query_start_loc, seq_lens, slots) 
     return jnp.concatenate([table, last.astype(jnp.int32)[None]])
 
 
-def most_turns(table: jax.Array, attention: TailAttention) -> jax.Array:
-    """i32[]: of a plan's CTAs, the most turns of one over its keys."""
-    return cdiv(jnp.max(table[:-1, END] - table[:-1, FIRST]), attention.keys_a_turn)
+def most_turns(attention: TailAttention, ctas: int, query_start_loc, seq_lens) -> jax.Array:
+    """i32[]: turns of a CTA over its keys, at most, by the batch's plan."""
+    seq_lens = seq_lens.astype(jnp.int32)
+    count = parts_of(attention, ctas, query_start_loc[-1].astype(jnp.int32), seq_lens)
+    return cdiv(cdiv(_longest(attention, seq_lens) - 1, count), attention.keys_a_turn)  # the new key takes none
 
 
 def parts_of(attention: TailAttention, ctas: int, live, seq_lens):

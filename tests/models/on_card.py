@@ -54,7 +54,8 @@ from tests.models import test_hub_configs
 ALTERNATIVES = 5  # of a generated token: where it is certain, its own log-probability is 0, whatever the others
 LIMIT, MOST_TIMES = 0.02, 2  # of the median difference over the spread; of that of bfloat16 alone
 TOGETHER = 120  # tokens of the requests that are served together; those of cached prefixes and of single ones follow
-ROWS, TOKENS, BURST, BLOCK, BLOCKS, LENGTH = 16, 256, 4, 64, 280, 768
+ROWS, TOKENS, BURST, BLOCK, BLOCKS = 16, 256, 4, 64, 280
+LENGTH, MODEL_LENGTH = 768, 4096  # of a sequence, at most; of what the engine is made for: its programs depend on it
 LENGTHS = (5, 33, 64, 129, 300, 600, 700, 17, 90, 255, 256, 257)  # of the prompts
 LAYERS, VOCABULARY, FEW_EXPERTS, WIDE = 4, 4096, 16, 6000
 LLAMA = {k: v for k, v in test_hub_configs.LLAMA_31_8B.items() if k not in ("architectures", "rope_scaling")}
@@ -167,7 +168,8 @@ class Served:
 
     @functools.cached_property
     def shapes(self) -> StepShapes:
-        limits, with_lengths = Limits(ROWS, TOKENS, LENGTH, BURST, BURST), admission.depends_on_length(self.config)
+        limits = Limits(ROWS, TOKENS, MODEL_LENGTH, BURST, BURST)
+        with_lengths = admission.depends_on_length(self.config)
         return StepShapes(limits, BLOCK, with_final_lens=with_lengths, is_coarse=True)
 
     @functools.cached_property
@@ -182,7 +184,8 @@ class Served:
     def make_caches(self) -> Any:
         """Those of the engine."""
         storage = sizing.storage_of("bfloat16", None)
-        pools, _ = sizing.CacheSizing(self.config, storage, BLOCK, TOKENS, BURST, True).pools(ROWS, LENGTH, BLOCKS)
+        sizes = sizing.CacheSizing(self.config, storage, BLOCK, TOKENS, BURST, True)
+        pools, _ = sizes.pools(ROWS, MODEL_LENGTH, BLOCKS)
         return sizing.cache_maker(self.config, pools, BLOCK, storage, None, "auto")()
 
     def reference(self, params: Any, ids: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
@@ -315,7 +318,7 @@ def check(programs: Compiled) -> tuple[np.ndarray, np.ndarray]:
     with programs.for_engine():
         engine = jattn.Engine(
             model.config, params, num_blocks=BLOCKS, block_size=BLOCK, max_num_seqs=ROWS, max_burst=BURST,
-            max_num_batched_tokens=TOKENS, max_model_len=LENGTH, cascade_attention=False,
+            max_num_batched_tokens=TOKENS, max_model_len=MODEL_LENGTH, cascade_attention=False,
         )  # fmt: skip
         outputs = engine.generate(prompts, greedy) + engine.generate([prompts[5], prompts[3]], greedy)
         outputs += engine.generate([prompts[4]], greedy) + engine.generate([prompts[1]], greedy)

@@ -545,4 +545,3 @@ def test_a_program_without_long_requests_has_one_form(attending, monkeypatch):
     for blocks, has_both in ((512, False), (513, True)):
         found = of_step(config_of("llama"), attending, monkeypatch, max_blocks=blocks)
         assert found is not None and (found.has_few_keys is not None) == has_both
-

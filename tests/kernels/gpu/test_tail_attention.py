@@ -75,6 +75,9 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(
     plan = np.asarray(kernel.plan(a, ctas, jnp.asarray(starts), jnp.asarray(LENS), jnp.asarray(slots)))
     longest = 100 if left < 0 else left + 1
     assert tuple(plan[-1, :2]) == (3, min(max(ctas // (3 * a.units), 1), PARTS, -(-longest // a.groups)))
+    most = (plan[:-1, kernel.END] - plan[:-1, kernel.FIRST]).max()
+    turns = kernel.most_turns(a, ctas, jnp.asarray(starts), jnp.asarray(LENS))
+    assert int(turns) == -(-most // a.keys_a_turn)
     order = (blocks, kv_heads, PAGE, dim) if heads_first else (blocks, PAGE, kv_heads, dim)
     pools = {name: np.full(order, np.nan, BF16) for name in ("k_pool", "v_pool")}
     place = lambda r, j: (
