@@ -32,7 +32,8 @@ MAX_PENDING_BYTES = 1 << 23
 """Total size of the large bodies that are being parsed or wait for it; at least 8 bodies of the largest size fit."""
 
 _TOO_MANY = f"the body has more than {MAX_VALUES} keys and list items besides its prompt's"
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+"""A string, also one that does not end: if that did not match, the search would read on from each of its quotes."""
 
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import httpx
 import pytest
@@ -55,6 +56,15 @@ def test_lists_and_objects_beyond_the_bound_are_not_even_parsed(monkeypatch):
 def test_marks_inside_a_text_are_no_values():
     text = '[{,"\\' * 100_000
     assert body.parse(raw_of({"prompt": text, "user": "\\"}), 64, ROOM)["prompt"] == text
+
+
+def test_a_string_that_does_not_end_is_read_once():
+    """A second reading from each of its quotes would take minutes of the GIL, in which nobody is served."""
+    begin = time.process_time()
+    for end in (b"", b"\\", b"[" * 100_000):
+        with pytest.raises(BadRequestError, match="more than 20000"):
+            body.parse(b"[" * 25_000 + b'"' + b'\\"' * 20_000 + end, 64, ROOM)
+    assert time.process_time() - begin < 2
 
 
 def test_as_many_values_as_may_be_are_read():
