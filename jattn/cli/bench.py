@@ -18,6 +18,10 @@ from jattn.engine import Engine, Processes, SamplingParams
 from jattn.engine.stats import Stats
 
 
+MAX_SLEEP = 3600.0
+"""Seconds of one time.sleep, which raises for more than a clock can count."""
+
+
 def add(commands) -> None:
     """Add the command to the parser."""
     parser = add_command(
@@ -136,7 +140,7 @@ def measure(engine: Engine, trace: list[Arrival]) -> dict[str, float | int]:
             params = SamplingParams(temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True)
             arrived[engine.add_request(arrival.prompt, params)] = arrival.seconds
         if not engine.has_work:
-            time.sleep(max(waiting[-1].seconds - now(), 0))
+            time.sleep(min(max(waiting[-1].seconds - now(), 0), MAX_SLEEP))
             continue
         for output in engine.step():
             count, time_now = len(output.token_ids), now()

@@ -20,7 +20,13 @@ def make_trace(
     """Poisson arrivals at `rate` per second (None: all at once), and log-normal lengths as in ShareGPT's chats.
 
     `shared` is the share of requests that begin with one of four system prompts of half the mean input length.
+    ValueError if the model cannot serve such prompts and outputs.
     """
+    if max_len < 3:
+        raise ValueError(f"a load needs sequences of at least 3 tokens, and {max_len} is this engine's limit")
+    for option, mean in (("--mean-input", mean_input), ("--mean-output", mean_output)):
+        if mean > max_len:
+            raise ValueError(f"{option} {mean:g} must be at most {max_len}, the tokens that prompt and output may have")
     rng = random.Random(seed)
     token = lambda: rng.randrange(3, vocab_size)
     systems = [tuple(token() for _ in range(max(int(mean_input / 2), 1))) for _ in range(4)]
