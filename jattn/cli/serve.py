@@ -92,6 +92,8 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
         from jattn.serve.server import backlog_of, bind, listen
     except ImportError as error:
         raise ImportError(f"the server needs pip install 'jattn[serve]' ({error})") from error
+    if args.model_name == "":
+        raise ValueError("--model-name is empty: give a name, or omit it for the folder's name")
     name = args.model_name or (Path(args.model).resolve().name if args.model else "adder")
     seconds = {option: getattr(args, option) for option in (name.replace("-", "_") for name, _, _ in TIMEOUTS)}
     server = ServerOptions(

@@ -83,7 +83,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 yield f"{name}={short(getattr(self, name))} must be True or False"
-        if self.temperature == 0 and self.n != 1:
+        if self.temperature == 0 and _is_int(self.n) and self.n > 1:
             yield f"n={short(self.n)} with temperature=0 gives the same completion n times; use n=1 or a temperature"
 
     def _stop_reasons(self):

@@ -45,7 +45,7 @@ class ServerOptions:
         for name in ("header_timeout", "body_timeout", "keep_alive_timeout", "write_timeout", "grace"):
             value, low = getattr(self, name), "from" if name == "grace" else "above"
             if not isinstance(value, (int, float)) or not 0 <= value < math.inf or (value == 0 and name != "grace"):
-                reasons.append(f"{name}={value!r} must be a number of seconds {low} 0")
+                reasons.append(f"{name}={value!r} must be a finite number of seconds {low} 0")
         if not isinstance(self.model_name, str) or not self.model_name or not is_encodable(self.model_name):
             reasons.append(f"model_name={self.model_name!a} must be non-empty text")
         if self.api_key is not None and not _is_header_value(self.api_key):

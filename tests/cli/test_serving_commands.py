@@ -6,12 +6,13 @@ import dataclasses
 import io
 import json
 import re
+import types
 
 import pytest
 
 from jattn import cli
-from jattn.cli import doctor, generate, options, screen
-from jattn.cli.trace import make_trace
+from jattn.cli import bench, doctor, generate, options, screen
+from jattn.cli.trace import Arrival, make_trace
 from jattn.device import Chip
 from jattn.embedded import show
 from jattn.engine import request as outputs
@@ -79,6 +80,11 @@ def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
             "decode_context_parallel=64: 64 devices are needed",
         ),
         (["serve", "--api-key-env", "JATTN_TEST_UNSET"], "JATTN_TEST_UNSET"),
+        (["serve", "--model-name", "", "--model", "no-such-folder"], "--model-name is empty"),
+        (["serve", "--grace", "inf"], "grace=inf must be a finite number of seconds"),
+        (["bench", "serving", *SMALL, "--mean-input", "1e300"], r"--mean-input 1e\+300 must be at most 64"),
+        (["bench", "serving", *SMALL, "--mean-output", "1e308"], r"--mean-output 1e\+308 must be at most 64"),
+        (["bench", "serving", *SMALL, "--max-model-len", "2"], "at least 3 tokens, and 2"),
         (["generate", "x", *SMALL, "--process-timeout", "5"], "belong together"),
         (["generate", "x", *SMALL, "--coordinator", "127.0.0.1:1"], "belong together"),
     ],
@@ -199,6 +205,28 @@ def test_a_trace_is_what_was_asked_for():
     common = [start for start in starts if starts.count(start) > 20]
     assert len(common) == pytest.approx(200, rel=0.2) and len(set(common)) == 4
     assert all(arrival.seconds == 0 for arrival in make_trace(3, rate=None, seed=0, **options))
+
+
+@pytest.mark.parametrize("mean_input", [0.5, 3, 40, 64])
+@pytest.mark.parametrize("max_len", [64, 65, 3])
+def test_a_trace_has_requests_that_the_engine_can_serve(max_len, mean_input):
+    means = dict(mean_input=min(mean_input, max_len), mean_output=max_len)
+    trace = make_trace(200, vocab_size=9, max_len=max_len, rate=None, shared=0.5, seed=0, **means)
+    assert all(0 < len(arrival.prompt) < max_len and arrival.max_tokens > 0 for arrival in trace)
+
+
+def test_a_load_may_wait_longer_than_a_clock_can_count(monkeypatch):
+    """time.sleep raises OverflowError then; here the first wait ends the test."""
+    engine, slept = types.SimpleNamespace(has_work=False), []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        raise InterruptedError
+
+    monkeypatch.setattr(bench.time, "sleep", sleep)
+    with pytest.raises(InterruptedError):
+        bench.measure(engine, [Arrival(1e300, (5,), 1)])
+    assert slept == [bench.MAX_SLEEP]
 
 
 def test_doctor_says_what_is_here(capsys):

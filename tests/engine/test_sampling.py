@@ -153,6 +153,8 @@ def test_every_mistake_is_named_at_once():
     for bad, sentence in (
         (dict(temperature=float("nan")), "temperature=nan must be a number from 0"),
         (dict(temperature=0, n=2), "n=2 with temperature=0"),
+        (dict(temperature=0, n=0), "n=0 must be an integer from 1 up to 128$"),
+        (dict(temperature=0, n=None), "n=None must be an integer from 1 up to 128$"),
         (dict(repetition_penalty=0), "repetition_penalty=0 must be a number from 0.01"),
         (dict(max_tokens=1.5), "max_tokens=1.5 must be an integer"),
     ):

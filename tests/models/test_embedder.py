@@ -259,6 +259,7 @@ def test_a_dense_module_without_safetensors_says_what_writes_them(folder):
         ([MODULES[0] | dict(path="a\0b"), MODULES[1]], ValueError, "name of its folder"),
         ({"a": 1}, ValueError, "must be a list of objects"),
         ([3], ValueError, "must be a list of objects"),
+        ([], UnsupportedError, r"has the modules \(none\); supported"),
     ],
 )
 def test_other_modules_are_refused_by_name(folder, modules, error, words):
