@@ -89,7 +89,7 @@ class Engine:
         seed: int | None = None,  # of the seeds of requests without one; None: random
     ):
         device.check_context(PLACES)
-        self.caller_lock = callers.make_lock()
+        self.caller_lock = callers.CallerLock()
         if forward is None:
             construction.check_decoder_only(config)
             construction.check_weights(config, params)

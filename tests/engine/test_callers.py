@@ -1,6 +1,9 @@
-"""An engine that one thread uses refuses the calls of another, which change nothing."""
+"""An engine refuses the calls of another thread while one uses it, and those of a fork; they change nothing."""
 
+import os
+import signal
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -36,13 +39,15 @@ class Waiting(ByteTokenizer):
         return super().decode(token_ids)
 
 
+def make_engine(tokenizer):
+    bias = np.where(np.arange(258) < 2, -1000, 0).astype(np.float32)
+    sizes = dict(num_blocks=9, block_size=4, max_num_seqs=2, max_num_batched_tokens=8)
+    return Engine(CONFIG, {"bias": bias}, tokenizer, forward=fake.forward, **sizes)
+
+
 def test_a_call_while_another_thread_is_inside_one_is_refused_and_changes_nothing():
     tokenizer, found = Waiting(), []
-    bias = np.where(np.arange(258) < 2, -1000, 0).astype(np.float32)
-    engine = Engine(
-        CONFIG, {"bias": bias}, tokenizer, forward=fake.forward, num_blocks=9, block_size=4, max_num_seqs=2,
-        max_num_batched_tokens=8,
-    )  # fmt: skip
+    engine = make_engine(tokenizer)
     alone = engine.generate([[5, 6, 7]], GREEDY)
     other = threading.Thread(target=lambda: found.extend(engine.generate([[5, 6, 7]], GREEDY)))
     other.start()
@@ -56,3 +61,23 @@ def test_a_call_while_another_thread_is_inside_one_is_refused_and_changes_nothin
     other.join(60)
     assert found[0].token_ids == alone[0].token_ids and found[0].text == alone[0].text
     assert engine.generate([[5, 6, 7]], GREEDY)[0].token_ids == alone[0].token_ids, "the next caller is served"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_in_a_fork_is_refused(name):
+    """The fork would wait for ever for the engine's thread, which it does not have."""
+    engine = make_engine(None)
+    alone = engine.generate([[5, 6, 7]], GREEDY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # JAX and Python warn of any fork
+        child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            CALLS[name](engine)
+        except RuntimeError as error:
+            os._exit(0 if str(error).startswith(f"{name}() in a fork of the process") else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert engine.generate([[5, 6, 7]], GREEDY)[0].token_ids == alone[0].token_ids
