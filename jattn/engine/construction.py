@@ -13,14 +13,18 @@ from jattn.backends import Feature, explain, resolve
 from jattn.engine import weights
 from jattn.engine.dispatch import Model
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import boolean, dtype_name, integer, kind, optional, text
+from jattn.errors.arguments import boolean, check_kind, dtype_name, function, integer, kind, optional, text
+from jattn.text.chat import ChatTemplate
+from jattn.text.tokenizer import Tokenizer
 
 OPTIONS = dict(
     num_blocks=optional(integer(1)), block_size=optional(integer(1)), max_num_seqs=integer(1),
     max_num_batched_tokens=integer(1), max_model_len=optional(integer(1)), max_burst=optional(integer(1)),
     cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
     prefix_caching=boolean, cascade_attention=boolean, deterministic=boolean, expert_parallel=boolean,
-    seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)),
+    seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)), forward=optional(function),
+    tokenizer=optional(kind(Tokenizer, way_out="give an object with encode and decode, as jattn.text.load_tokenizer does")),
+    chat_template=optional(kind(ChatTemplate)),
 )  # fmt: skip
 """The rule of each option of the Engine."""
 
@@ -36,7 +40,10 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_decoder_only(config: Any) -> None:
-    """ValueError for an encoder or an encoder-decoder, with what runs it."""
+    """ValueError for an encoder or an encoder-decoder, with what runs it; TypeError for what is no config."""
+    from jattn.models.config import ModelConfig
+
+    check_kind("config", config, ModelConfig, "pass what jattn.models.load returns, or forward= for a model of your own")
     if config.encoder is not None:
         raise ValueError(
             f"{config.family} is an encoder-decoder, which the engine does not serve; call jattn.models.forward with "

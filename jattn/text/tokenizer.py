@@ -5,7 +5,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jattn.errors.arguments import short
 from jattn.models.files import MAX_LISTED_BYTES, is_there, read_text
@@ -22,6 +22,7 @@ SLOW = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.jso
 """Files of tokenizers without a tokenizer.json."""
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer. The server calls it from several threads at once."""
 

@@ -295,12 +295,18 @@ def test_a_backend_that_cannot_is_refused_when_the_engine_is_made():
     ("option", "value"),
     [("prefix_caching", "no"), ("deterministic", 1), ("num_blocks", "x"), ("block_size", 0), ("max_num_seqs", True),
      ("max_model_len", 1.5), ("seed", -1), ("seed", "x"), ("max_burst", 0), ("backend", None),
-     ("cache_dtype", "int99")],
+     ("cache_dtype", "int99"), ("forward", 3), ("chat_template", "{{ messages }}"), ("tokenizer", "folder")],
 )  # fmt: skip
 def test_every_option_of_an_engine_is_checked(option, value):
     with pytest.raises((ValueError, TypeError), match=option):
-        engine(**{option: value})
+        Engine(fake.FakeConfig(), fake.PARAMS, **dict(forward=fake.forward) | SIZES | {option: value})
     assert engine(max_num_seqs=np.int64(4), block_size=np.int32(4)).limits.max_num_seqs == 4
+
+
+@pytest.mark.parametrize("config", [None, {}, "folder", fake.FakeConfig()], ids=repr)
+def test_what_is_no_config_is_refused_with_the_way_out(config):
+    with pytest.raises(TypeError, match=r"config must be ModelConfig.*jattn\.models\.load.*forward="):
+        Engine(config, fake.PARAMS, **SIZES)
 
 
 @pytest.mark.parametrize("number", range(1, 9))
