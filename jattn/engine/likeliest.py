@@ -51,4 +51,4 @@ def _largest(count: int, keys: jax.Array, places: jax.Array) -> jax.Array:
     is_before = (keys[others] > keys[own]) | ((keys[others] == keys[own]) & (places[others] < places[own]))
     rank = jnp.sum(is_before, axis=-1, dtype=jnp.int32)
     ranks = jnp.arange(min(count, keys.shape[1]), dtype=jnp.int32)[None, :, None]
-    return jnp.sum(jnp.where(rank[others] == ranks, places[others], 0), axis=-1)
+    return jnp.sum(jnp.where(rank[others] == ranks, places[others], 0), axis=-1, dtype=jnp.int32)

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 import jattn
+from jattn import models
 from jattn.device import Chip
+from jattn.engine import Engine, SamplingParams
+from tests.models import examples
 from tests.ops.latent import PLAIN
 
 BEYOND = 2**32  # what int32 would forget
@@ -107,3 +110,30 @@ def test_a_batch_with_wide_scales_lowers_for_a_tpu():
 
     exported = jax.export.export(jax.jit(layer), platforms=["tpu"])(q, k, k, cache, meta, params)
     assert exported.mlir_module().count("@tpu_custom_call") == 2
+
+
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=5, logprobs=4),
+    SamplingParams(seed=5, n=2, top_k=9, top_p=0.9, min_p=0.01, max_tokens=5),
+    SamplingParams(seed=2**62, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, max_tokens=5),
+]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "deepseek_v2"])
+def test_an_engine_serves_the_same_tokens(family):
+    """The setting of the whole process, because the engine's own thread traces its programs."""
+    config = models.config_of(examples.ALL[family])
+    params = examples.params_of(config)
+
+    def tokens():
+        sizes = dict(num_blocks=16, block_size=4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=32)
+        outputs = Engine(config, params, **sizes).generate([[5, 6, 7], list(range(17)), [3]], KINDS)
+        return [[completion.token_ids for completion in output.outputs] for output in outputs]
+
+    with jax.enable_x64(False):
+        wanted = tokens()
+    jax.config.update("jax_enable_x64", True)
+    try:
+        assert tokens() == wanted
+    finally:
+        jax.config.update("jax_enable_x64", False)
