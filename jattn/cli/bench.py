@@ -17,7 +17,6 @@ from jattn.cli.trace import Arrival, make_trace
 from jattn.engine import Engine, Processes, SamplingParams
 from jattn.engine.stats import Stats
 
-
 MAX_SLEEP = 3600.0
 """Seconds of one time.sleep, which raises for more than a clock can count."""
 

@@ -13,6 +13,7 @@ import jax
 import jattn
 from jattn.cli import bench, demo, doctor, explain, generate, models, plan, screen, serve, signals
 from jattn.cli.command import Parser
+from jattn.errors import EngineDeadError
 
 CLOSED_PIPE = 128 + 13
 """The exit code of a program that SIGPIPE ends."""
@@ -90,6 +91,9 @@ def _run(argv: Sequence[str] | None) -> int:
             file=sys.stderr,
         )
         return 2
+    except EngineDeadError as error:  # the log has its traceback
+        print(f"jattn: the engine is broken: {screen.told(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         signals.say(signal.SIGINT)
         return signals.CODES[signal.SIGINT]

@@ -3,6 +3,8 @@
 import argparse
 import re
 
+import jax
+
 from jattn import compile_cache, device, embedded
 from jattn.cli import screen
 from jattn.embedder import Embedder
@@ -60,6 +62,8 @@ def make_engine(args: argparse.Namespace, seed: int | None = None, processes: Pr
     """The engine that the options describe, in a process that keeps the memory it frees."""
     if args.model == "":
         raise ValueError("--model is empty: give a folder, or omit --model for the bundled model")
+    if getattr(jax.config, "jax_disable_jit", False):
+        raise ValueError("JAX_DISABLE_JIT is set, and an engine runs compiled programs only: unset it")
     keep_freed_memory()
     device.detect()  # raises UnsupportedError if JAX cannot start
     keep_programs(args.compile_cache_mb)

@@ -22,7 +22,7 @@ class CallerLock:
 
 
 def one_at_a_time(method: Method) -> Method:
-    """The method; RuntimeError, and nothing is changed, while another thread holds the engine's CallerLock `caller_lock`.
+    """The method; RuntimeError, and nothing is changed, while another thread holds the engine's `caller_lock`.
 
     Two threads that change the same block tables would give requests each other's tokens, or end the process.
     """

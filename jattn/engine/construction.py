@@ -23,7 +23,7 @@ OPTIONS = dict(
     cache_dtype=optional(dtype_name), backend=text, cache_quant=optional(text),
     prefix_caching=boolean, cascade_attention=boolean, deterministic=boolean, expert_parallel=boolean,
     seed=optional(integer(0, 2**63 - 1)), mesh=optional(kind(Mesh)), forward=optional(function),
-    tokenizer=optional(kind(Tokenizer, way_out="give an object with encode and decode, as jattn.text.load_tokenizer does")),
+    tokenizer=optional(kind(Tokenizer, way_out="give one with encode and decode, as jattn.text.load_tokenizer does")),
     chat_template=optional(kind(ChatTemplate)),
 )  # fmt: skip
 """The rule of each option of the Engine."""
@@ -43,7 +43,9 @@ def check_decoder_only(config: Any) -> None:
     """ValueError for an encoder or an encoder-decoder, with what runs it; TypeError for what is no config."""
     from jattn.models.config import ModelConfig
 
-    check_kind("config", config, ModelConfig, "pass what jattn.models.load returns, or forward= for a model of your own")
+    check_kind(
+        "config", config, ModelConfig, "pass what jattn.models.load returns, or forward= for a model of your own"
+    )
     if config.encoder is not None:
         raise ValueError(
             f"{config.family} is an encoder-decoder, which the engine does not serve; call jattn.models.forward with "

@@ -61,8 +61,8 @@ def read_sentence_folder(directory: str | Path) -> SentenceFolder:
     first, rest = kinds[: 2 + len(dense)], kinds[2 + len(dense) :]
     if first != ["Transformer", "Pooling", *["Dense"] * len(dense)] or set(rest) - {"Normalize"}:
         raise UnsupportedError(
-            f"{folder / MODULES} has the modules {', '.join(kinds) or '(none)'}; supported are Transformer, Pooling and, after "
-            "them, Dense and Normalize"
+            f"{folder / MODULES} has the modules {', '.join(kinds) or '(none)'}; supported are Transformer, Pooling "
+            "and, after them, Dense and Normalize"
         )
     for _, path in modules[2 + len(dense) :]:
         _check_normalisation(folder / path / "config.json")

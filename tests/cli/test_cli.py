@@ -11,7 +11,9 @@ import pytest
 
 import jattn
 from jattn import cli, demo
+from jattn.cli import options
 from jattn.device import Chip
+from jattn.errors import EngineDeadError
 
 LAYER = ["--num-heads", "32", "--num-kv-heads", "8", "--head-dim", "128"]
 
@@ -112,6 +114,23 @@ def test_a_transfer_guard_is_a_sentence(capsys, monkeypatch):
     with jax.transfer_guard("disallow"):
         assert cli.main(["generate", "1+1="]) == 2
     assert capsys.readouterr().err.startswith("jattn: JAX_TRANSFER_GUARD=disallow forbids")
+
+
+def test_an_engine_without_compilation_is_a_sentence(capsys):
+    with jax.disable_jit():
+        assert cli.main(["generate", "1+1="]) == 2
+    assert capsys.readouterr().err == (
+        "jattn: JAX_DISABLE_JIT is set, and an engine runs compiled programs only: unset it\n"
+    )
+
+
+def test_a_broken_engine_is_a_sentence(capsys, monkeypatch):
+    def broken(args, **_):
+        raise EngineDeadError("the device no longer computes")
+
+    monkeypatch.setattr(options, "make_engine", broken)
+    assert cli.main(["generate", "1+1="]) == 1
+    assert capsys.readouterr().err == "jattn: the engine is broken: the device no longer computes\n"
 
 
 @pytest.mark.parametrize(
