@@ -126,7 +126,7 @@ def _compute(c: ExpertPackedConfig, tiles, factors: Sequence, out, smem: dict, w
 
         ones = plgpu.layout_cast(jnp.ones((COLUMNS,), jnp.float32), _WGMMA.reduce(1))
         start = (*[zeros] * c.matrices, *[ones] * (c.matrices * c.is_whole))
-        found = lax.fori_loop(0, c.chunks, chunk, start)
+        found = lax.fori_loop(0, jnp.int32(c.chunks), chunk, start)
         sums, scales = found[: c.matrices], found[c.matrices :]
         for of_each in (scales, of_columns):
             if of_each:

@@ -124,7 +124,7 @@ def each_free_stage(c: Any, tiles, free, depth: int, copy: Callable):
     """
 
     def item(expert, row, column, first, _):
-        @pl.loop(0, c.chunks)
+        @pl.loop(0, jnp.int32(c.chunks))
         def _(chunk):
             step = first + chunk
             slot, at_inner = lax.rem(step, jnp.int32(c.stages)), pl.ds(chunk * depth, depth)
@@ -153,7 +153,7 @@ def _compute(c: ExpertProductConfig, join: Callable, tiles, out, smem: dict, wg)
 
     def item(_, row, column, first, __):
         def run(*sums):
-            @pl.loop(0, c.chunks)
+            @pl.loop(0, jnp.int32(c.chunks))
             def _(chunk):
                 step = first + chunk
                 slot = lax.rem(step, jnp.int32(c.stages))

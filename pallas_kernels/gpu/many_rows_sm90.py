@@ -84,15 +84,15 @@ def _kernel(config: ManyRowsConfig, x, groups, out, join):
         own_rows = pl.ds(wg * _WARPGROUP_ROWS, _WARPGROUP_ROWS)
         tiles_before = 0
         for group in groups:
-            first = lax.rem(cta + (-tiles_before % config.ctas), config.ctas)  # this CTA's first tile of the group
+            first = lax.rem(cta + (-tiles_before % config.ctas), jnp.int32(config.ctas))  # this CTA's first tile of the group
             count = row_tiles * (group[0].shape[1] // columns)
             offset = tiles_before // row_tiles * columns
             tiles_before += count
 
-            @pl.loop(first, count, step=config.ctas)
+            @pl.loop(first, jnp.int32(count), step=jnp.int32(config.ctas))
             def _(number, group=group, offset=offset):
-                at_rows = pl.ds(lax.rem(number, row_tiles) * ROWS, ROWS)
-                start = lax.div(number, row_tiles) * columns
+                at_rows = pl.ds(lax.rem(number, jnp.int32(row_tiles)) * ROWS, ROWS)
+                start = lax.div(number, jnp.int32(row_tiles)) * columns
                 own_out = out.at[at_rows, pl.ds(offset + start, columns)].at[own_rows]
 
                 def with_sums(run):

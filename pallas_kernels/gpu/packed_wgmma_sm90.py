@@ -112,10 +112,11 @@ def stage_barriers(cfg: StagedConfig) -> dict:
 def _product(cfg: PackedWgmmaConfig, x, arrays, out, smem: dict):
     """One warpgroup."""
     wg, split = lax.axis_index("wg"), lax.axis_index("split")
-    edge = lambda i: lax.div(i * cfg.chunks, cfg.splits)
+    edge = lambda i: lax.div(i * cfg.chunks, jnp.int32(cfg.splits))
     first = edge(split)
     count = edge(split + 1) - first
     copy = functools.partial(_copy, cfg, x, arrays, smem)
+    stage_of = lambda i: lax.rem(i, jnp.int32(cfg.stages))
 
     @pl.loop(wg, jnp.minimum(cfg.stages, count), step=cfg.warpgroups)
     def _(i):
@@ -123,18 +124,18 @@ def _product(cfg: PackedWgmmaConfig, x, arrays, out, smem: dict):
 
     def refill(i):
         """Starts the copies to the stage that all warpgroups have read in step i - 1."""
-        later, before = i - 1 + cfg.stages, lax.rem(i - 1 + cfg.stages, cfg.stages)
+        later, before = i - 1 + cfg.stages, stage_of(i - 1 + cfg.stages)
 
-        @when((wg == lax.rem(before, cfg.warpgroups)) & (i > 0) & (later < count))
+        @when((wg == lax.rem(before, jnp.int32(cfg.warpgroups))) & (i > 0) & (later < count))
         def _():
             plgpu.barrier_wait(smem["free"].at[before])
             copy(first + later, before)
 
     def step(i, total):
-        slot = lax.rem(i, cfg.stages)
+        slot = stage_of(i)
 
         def await_next():
-            when(i + 1 < count)(lambda: plgpu.barrier_wait(smem["full"].at[lax.rem(i + 1, cfg.stages)]))
+            when(i + 1 < count)(lambda: plgpu.barrier_wait(smem["full"].at[stage_of(i + 1)]))
 
         for run in range(cfg.depth // cfg.run):
             total = add_run(cfg, smem, slot, run, wg, total, await_next)
@@ -168,7 +169,7 @@ def copy_matrix(cfg: StagedConfig, matrix, lead: tuple, column, smem: dict, full
 
     lead: the first indices, of an expert.
     """
-    columns, group = pl.ds(column, cfg.strip), lax.div(chunk * cfg.depth, cfg.group)
+    columns, group = pl.ds(column, cfg.strip), lax.div(chunk * cfg.depth, jnp.int32(cfg.group))
     starts = dict(values=(chunk * cfg.value_rows, cfg.value_rows))
     starts |= dict(scales=(group, cfg.scale_rows), zeros=(group, cfg.zero_rows))
     for source, (name, (start, size)) in zip(matrix, starts.items(), strict=False):

@@ -95,7 +95,7 @@ def load_rows(src_ref, tile_ref, tok0, head0, row0, nrows, *, group, heads, dim,
     if parts == 1:
         load_part(jnp.int32(0), None)
     else:
-        lax.fori_loop(0, parts, load_part, None)
+        lax.fori_loop(0, jnp.int32(parts), load_part, None)
 
 
 def await_rows():

@@ -150,6 +150,11 @@ class Served:
         vocab_size = min(config.vocab_size, VOCABULARY)
         return dataclasses.replace(config, layers=layers, vocab_size=vocab_size, eos_token_ids=())
 
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence, at most, for which the engine is made."""
+        return min(MODEL_LENGTH, self.config.max_positions or MODEL_LENGTH)
+
     def weights(self, salt: jax.Array) -> Any:
         """Random weights. salt: u32[], 0; an argument, so that XLA does not compute them while it compiles."""
         specs = models.weight_specs(self.config)
@@ -168,7 +173,7 @@ class Served:
 
     @functools.cached_property
     def shapes(self) -> StepShapes:
-        limits = Limits(ROWS, TOKENS, MODEL_LENGTH, BURST, BURST)
+        limits = Limits(ROWS, TOKENS, self.length, BURST, BURST)
         with_lengths = admission.depends_on_length(self.config)
         return StepShapes(limits, BLOCK, with_final_lens=with_lengths, is_coarse=True)
 
@@ -185,7 +190,7 @@ class Served:
         """Those of the engine."""
         storage = sizing.storage_of("bfloat16", None)
         sizes = sizing.CacheSizing(self.config, storage, BLOCK, TOKENS, BURST, True)
-        pools, _ = sizes.pools(ROWS, MODEL_LENGTH, BLOCKS)
+        pools, _ = sizes.pools(ROWS, self.length, BLOCKS)
         return sizing.cache_maker(self.config, pools, BLOCK, storage, None, "auto")()
 
     def reference(self, params: Any, ids: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
@@ -318,7 +323,7 @@ def check(programs: Compiled) -> tuple[np.ndarray, np.ndarray]:
     with programs.for_engine():
         engine = jattn.Engine(
             model.config, params, num_blocks=BLOCKS, block_size=BLOCK, max_num_seqs=ROWS, max_burst=BURST,
-            max_num_batched_tokens=TOKENS, max_model_len=MODEL_LENGTH, cascade_attention=False,
+            max_num_batched_tokens=TOKENS, max_model_len=model.length, cascade_attention=False,
         )  # fmt: skip
         outputs = engine.generate(prompts, greedy) + engine.generate([prompts[5], prompts[3]], greedy)
         outputs += engine.generate([prompts[4]], greedy) + engine.generate([prompts[1]], greedy)
