@@ -63,11 +63,11 @@ class GpuKernelConfig:
     flat_list: bool = False  # with long_tiles=False: the flat work list of work_list.py
     piece_blocks: int = 0  # of a flat list: key blocks that a CTA's second piece costs; not with merges_inside
     whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch
-    fixed_max: bool = False  # soft-capped logits without a running maximum; needs can_fix_max
+    fixed_max: bool = False  # soft cap without a running maximum, by soft_cap_sm90.py; needs can_fix_max
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters
     narrow_rows: int = 0  # 8 or 16: narrow_sm90.py computes tiles of at most so many rows; all, if none is long
     computing: int = 2  # warpgroups that compute, 2 or 3: each has 64 rows of a long tile, and all share a load of keys
-    last_block_first: bool = False  # the keys of a piece from its last block to its first
+    last_block_first: bool = False  # a piece's blocks of keys are read from the last to the first
     weights_first: bool = False  # long tiles: weights without a block's maximum (softmax_sm90.py); needs more registers
     pipelines: int = 1  # 2: each compute warpgroup has units, stages and a memory warpgroup of its own
 

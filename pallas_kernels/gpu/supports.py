@@ -57,8 +57,8 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(
         c.fixed_max and not c.can_fix_max, "fixed_max: wanted a soft cap of at most 55, bfloat16, nothing else added"
     )
-    alone = narrow == 0 and not c.token_scales
-    refuse(c.last_block_first and not alone, "last_block_first with narrow_rows or scales of tokens: wanted neither")
+    has_either = narrow > 0 or c.token_scales
+    refuse(c.last_block_first and has_either, "last_block_first with narrow_rows or scales of tokens: wanted neither")
     refuse(c.fixed_max and narrow > 0, "fixed_max with narrow_rows: wanted one of them")
     refuse(c.compute_dtype not in (None, FP8), f"compute_dtype {c.compute_dtype}: wanted {FP8}")
     if c.compute_dtype is not None:

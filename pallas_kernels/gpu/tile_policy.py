@@ -47,8 +47,8 @@ FLAT_LIST = True
 """The flat work list where every request has few rows: building it takes 6.6 to 12 us, the ranked one 27 to 42."""
 
 FIXED_MAX = True
-"""No running maximum under a soft cap. By itself it gained 2 % of prefill before softmax_sm90.py was: a cap cost 15.3 %
-instead of 17.3."""
+"""No running maximum under a soft cap, which soft_cap_sm90.py then computes. Without a maximum alone, before there was
+softmax_sm90.py, a cap cost 15.3 % of prefill instead of 17.3."""
 
 WHOLE_KEYS, WHOLE_KEYS_OF_MANY_ROWS, SMALL_BLOCK_KEYS = 768, 1024, 896
 """A unit of at most so many keys is not cut (in tiles of wgmma, 2026-11-24): 8 decodes of 600 keys take 11.2, cut 15.1;
@@ -243,10 +243,11 @@ def units_of_few_keys(request: TileRequest) -> dict[str, Any]:
 
 def softmax_of_long_tiles(request: TileRequest) -> dict[str, Any]:
     """weights_first where registers allow it and units have many blocks: in a unit's first block the weights are
-    computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 take 60.2 instead of 58.4. Where ALiBi's
-    logits rise with the key's position, the last block is read first: a prompt of 8192 takes 845, with maxima 949, and
-    1223 where steep heads compute every block twice. Over an 8-bit cache a prompt of heads of 64 takes 344 instead of
-    376, and a chunk of 512 over 32768 keys 422 instead of 438, but ragged prompts of heads of 128 600 instead of 566.
+    computed twice. A prompt of 8192 takes 775 instead of 812, but 8 of 512 take 60.2 instead of 58.4. ALiBi's logits
+    rise with the key's position, so that steep heads would compute every block twice (a prompt of 8192 takes 1223).
+    With the last block first it takes 845, and with each block's maximum before its weights 949. Over an 8-bit cache a
+    prompt of heads of 64 takes 344 instead of 376, and a chunk of 512 over 32768 keys 422 instead of 438, but ragged
+    prompts of heads of 128 600 instead of 566.
     """
     config = request.config
     fits = config.v_head_dim <= 128 and not config.token_scales and config.compute_dtype is None

@@ -285,7 +285,10 @@ def _queries(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, loaded, skipped
 
 
 def loop_over_blocks(cfg, step, bounds, carry):
-    """Blocks [0, a) masked, [a, b) unmasked, [b, n) masked; the loop at the left edge only where the mask has one."""
+    """Blocks [0, a) masked, [a, b) unmasked, [b, n) masked, in the order in which they are read.
+
+    Where the mask has no left edge, the loop there is left out: the first one, or with last_block_first the last one.
+    """
     a, b, n = bounds
     has_left_edge = cfg.mask.left >= 0 or cfg.mask.chunk > 0
     if has_left_edge or cfg.last_block_first:

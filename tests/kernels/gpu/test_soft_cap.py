@@ -25,7 +25,7 @@ def drawn(spread: float):
 
 
 def test_some_scores_are_computed_by_a_polynomial_within_its_range():
-    values = drawn(cap.WITHIN)
+    values = drawn(cap.MAX_INPUT)
     error = abs(capped(values) / (CAP * np.tanh(values.astype(np.float64) * SCALE)) - 1)
     assert error.max() < 2**-13
     exact = error < 1e-6
@@ -36,13 +36,13 @@ def test_scores_beyond_it_are_tanh():
     values = drawn(5.0)
     values[0, 3], values[1, 40], values[8, 100] = np.inf, -np.inf, np.nan
     got, want = capped(values), CAP * np.tanh(values.astype(np.float64) * SCALE)
-    beyond = ~(abs(values * SCALE) <= cap.WITHIN)
+    beyond = ~(abs(values * SCALE) <= cap.MAX_INPUT)
     np.testing.assert_allclose(got[beyond], want[beyond], rtol=1e-6)
     np.testing.assert_allclose(got[~beyond], want[~beyond], rtol=2**-13)
 
 
 def test_a_score_does_not_depend_on_its_warp():
-    values = drawn(cap.WITHIN)
+    values = drawn(cap.MAX_INPUT)
     among_large = np.where(np.arange(128) % 32 < 4, values, values * 8)
     same = among_large == values
     assert capped(values)[same].tobytes() == capped(among_large)[same].tobytes()
