@@ -1,12 +1,13 @@
 """The experts of up to 8 tokens, from the logits of their router: one CTA, a warp for each token.
 
-    1  a warp ranks the experts of its token, and takes the largest, top_k times; among equals the first. Of groups of
-       experts, the lanes of each add up its best ranks before, and only experts of the best groups keep theirs
-    2  a bit for each of this device's experts that a live token chose
+    1  a warp takes the expert of its token with the largest rank, top_k times; among equals the first. The rank is the
+       score, or score + correction. With groups of experts, the lanes of a group first add up its largest ranks, and
+       the ranks of all but the best groups become -inf
+    2  each of this device's experts that a live token chose sets a bit
     3  experts with a bit have a tile each, in their order
 
-So few tokens fit in the smallest tile of a product, and every tile has all of them: row t is token t. So rows of x need
-no copies; the rows of tokens that did not choose the expert are computed and not used.
+So few tokens fit in the smallest tile of a product, and every tile has all of them: row t is token t. Rows of x are
+therefore not copied; the rows of tokens that did not choose the expert are computed and not used.
 """
 
 import dataclasses
@@ -29,10 +30,10 @@ from pallas_kernels.gpu import words_sm80 as words
 TILE_ROWS = 8
 WARPGROUPS = TILE_ROWS // 4  # a warp for each token
 THREADS = 128 * WARPGROUPS
-MOST_RANKS = 24  # of a lane
-MOST_BEST = 4  # experts of a group whose ranks are added up
+MOST_OF_LANE = 24  # experts of a lane
+MOST_GROUP_BEST = 4  # experts of a group whose ranks are added up
 SCORES = "softmax_over_all", "sigmoid"
-NEGATIVE_INFINITY = 0x7FFFFF  # words.ordered of it
+NEGATIVE_INFINITY = 0x7FFFFF  # words.ordered(-inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +43,12 @@ class ChoiceConfig:
     tokens: int
     routes: int  # experts between which the router chooses
     top_k: int
-    experts: int  # of these, which have tiles: one device's, perhaps
+    experts: int  # so many of these have tiles: all but identity experts, or those of one device
     scores: str = "softmax_over_all"  # or "sigmoid" of each logit
     has_correction: bool = False  # the largest score + correction is chosen, instead of the largest score
-    groups: int = 1  # of experts that follow one another, as many in each
-    top_groups: int = 1  # the groups of which experts are chosen: those with the largest sums of ...
-    group_best: int = 1  # ... so many of their largest scores + corrections
+    groups: int = 1  # of consecutive experts, equally many in each
+    top_groups: int = 1  # experts are chosen from so many groups: those with the largest sums of their ...
+    group_best: int = 1  # ... so many largest scores, or scores + corrections
     identity_experts: int = 0  # the last of the routes: they give their input, and have no tiles
     least_sum: float | None = None  # scores are divided by their sum, at least this; None: they are not
     factor: float = 1.0
@@ -64,13 +65,13 @@ class ChoiceConfig:
         return 32 >> (self.groups - 1).bit_length()
 
     @property
-    def ranks(self) -> int:
+    def of_lane(self) -> int:
         """Experts of a lane, at most."""
         return cdiv(self.routes // self.groups, self.group_lanes)
 
     @property
     def words(self) -> int:
-        """Of the bits of the experts."""
+        """32-bit words with a bit for each expert that may have a tile."""
         return cdiv(self.experts, 32)
 
 
@@ -80,16 +81,17 @@ def supports(config: ChoiceConfig) -> list[str]:
     reasons.refuse(not 1 <= c.tokens <= TILE_ROWS, f"{c.tokens} tokens: wanted 1 to {TILE_ROWS}")
     if not (1 <= c.groups <= 32 and c.routes >= 1 and c.routes % c.groups == 0):
         return [*reasons, f"{c.routes} experts in {c.groups} groups: wanted 1 to 32 equal ones"]
-    size, most = c.routes // c.groups, MOST_RANKS * c.group_lanes
+    size, most = c.routes // c.groups, MOST_OF_LANE * c.group_lanes
     reasons.refuse(size > most, f"{size} experts{' of a group' if c.groups > 1 else ''}: wanted 1 to {most}")
     reasons.refuse(not 1 <= c.top_groups <= c.groups, f"top_groups {c.top_groups}: wanted 1 to {c.groups}")
-    best = min(MOST_BEST, size)
+    best = min(MOST_GROUP_BEST, size)
     reasons.refuse(not 1 <= c.group_best <= best, f"group_best {c.group_best}: wanted 1 to {best}")
     able = c.top_groups * size
-    reasons.refuse(not 1 <= c.top_k <= min(32, able), f"top_k {c.top_k}: wanted 1 to 32, and to {able} experts")
+    reasons.refuse(not 1 <= c.top_k <= min(32, able), f"top_k {c.top_k} of {able} experts: wanted 1 to {min(32, able)}")
     own = c.routes - c.identity_experts
     reasons.refuse(not 1 <= c.experts <= own, f"tiles of {c.experts} experts: wanted 1 to {own}")
-    reasons.refuse(c.identity_experts < 0 or (c.identity_experts > 0 and c.groups > 1), "identity experts in groups")
+    reasons.refuse(c.identity_experts < 0, f"{c.identity_experts} identity experts: wanted 0 or more")
+    reasons.refuse(c.identity_experts > 0 and c.groups > 1, "identity experts and groups: wanted one of them")
     reasons.refuse(c.scores not in SCORES, f"scores {c.scores}: wanted {' or '.join(SCORES)}")
     return reasons
 
@@ -98,7 +100,7 @@ class ChosenExperts(NamedTuple):
     """What the kernel returns."""
 
     scores: jax.Array  # f32[tokens, top_k]
-    row: jax.Array  # i32[tokens, top_k]: the row of each choice; 8 * tiles: no tile; 8 * tiles + 1: the token itself
+    row: jax.Array  # i32[tokens, top_k]: the row of each choice; 8 * tiles: none; 8 * tiles + 1: an identity expert
     plain_tiles: jax.Array  # i32[1 + tiles, 3]: the tiles, for expert_product_sm90.py
     packed_tiles: jax.Array  # i32[tiles, 3]: the same, for packed_product_sm90.py
 
@@ -173,7 +175,7 @@ class _Choice(NamedTuple):
     there: object  # i32: 1 from lane 0 to top_k - 1 of a token's warp
     expert: object  # from `first` on; 0 if it has no tile
     has_tile: object  # is it a live token's, and of one of this device's experts?
-    no_row: object  # what `row` has without a tile
+    no_row: object  # what `row` of ChosenExperts has for a choice without a tile
 
 
 def _choose(config: ChoiceConfig, gmem, shared, thread):
@@ -212,7 +214,7 @@ def _choice(c: ChoiceConfig, operands: _Operands, scores, live_end, thread) -> _
     expert = arith.subi(chosen, first)
     has_tile = arith.andi(arith.andi(is_choice, live), ptx.less_unsigned(expert, ptx.i32(c.experts)))
     no_row = ptx.i32(TILE_ROWS * c.tiles)
-    if c.identity_experts:  # they belong to the device whose experts are the first ones
+    if c.identity_experts:  # the device that has the first experts adds them, so that only one does
         is_identity = ptx.less(ptx.i32(c.routes - c.identity_experts - 1), chosen)
         is_identity = arith.andi(is_identity, ptx.equal(first, ptx.i32(0)))
         no_row = ptx.add(no_row, ptx.bool_to_i32(is_identity))
@@ -242,7 +244,7 @@ def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_toke
     numbers, is_expert = _experts_of_lane(c, lane, is_token)
     at = lambda number: ptx.add(ptx.mul(token, c.routes), number)
     logits = [_load(operands.logits, at(number), there) for number, there in zip(numbers, is_expert, strict=True)]
-    terms = []  # asked for before the logits are there
+    terms = []  # loaded here, before anything waits for the logits
     if c.has_correction:
         terms = [_load(operands.correction, number, there) for number, there in zip(numbers, is_expert, strict=True)]
     if c.scores == "softmax_over_all":
@@ -255,7 +257,7 @@ def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_toke
     else:
         one = ptx.f32(1.0)
         score_of = lambda logit: ptx.divide(one, arith.addf(one, ptx.exp(arith.subf(ptx.f32(0.0), logit))))
-    ranks = logits  # scores have the same order, but other sums
+    ranks = logits  # in the order of the scores; sums of a group need the scores
     if c.has_correction or c.groups > 1:
         ranks = [score_of(logit) for logit in logits]
     if c.has_correction:
@@ -277,19 +279,19 @@ def _experts_of_token(c: ChoiceConfig, operands: _Operands, token, lane, is_toke
 
 
 def _experts_of_lane(c: ChoiceConfig, lane, is_token) -> tuple[list, list]:
-    """(their numbers, and which of them there are). The lanes of a group take its experts in turn."""
+    """(numbers, and which of them are those of experts). The lanes of a group take its experts in turn."""
     size, lanes = c.routes // c.groups, c.group_lanes
     group, first = ptx.divided(lane, lanes)
     there = arith.andi(is_token, ptx.less(group, ptx.i32(c.groups)))
-    places = [ptx.add(first, ptx.i32(lanes * i)) for i in range(c.ranks)]
+    places = [ptx.add(first, ptx.i32(lanes * i)) for i in range(c.of_lane)]
     numbers = [ptx.add(ptx.mul(group, size), place) for place in places]
     return numbers, [arith.andi(there, ptx.less(place, ptx.i32(size))) for place in places]
 
 
 def _of_best_groups(c: ChoiceConfig, keys: list, lane) -> list:
-    """`keys`, with that of -inf outside the best groups, among equal ones the first.
+    """`keys`, but the key of -inf for experts outside the best groups. Of equal groups the first is better.
 
-    An expert of the best groups may have -inf too: then its number decides.
+    An expert of the best groups may have -inf too: between it and those outside, the lower number is chosen.
     """
     largest = [ptx.i32(0)] * c.group_best
     for key in keys:
@@ -302,7 +304,7 @@ def _of_best_groups(c: ChoiceConfig, keys: list, lane) -> list:
     worth = words.ordered(functools.reduce(arith.addf, map(words.float_of_ordered, largest)))
     group = arith.divui(lane, ptx.i32(c.group_lanes))
     worth = arith.select(ptx.less(group, ptx.i32(c.groups)), worth, ptx.i32(0))  # the last lanes may be of no group
-    better = ptx.i32(0)  # groups
+    better = ptx.i32(0)  # the number of groups that are better than the lane's
     for i in range(1, 32 // c.group_lanes):  # lane ^ (i * lanes of a group) is of group ^ i
         other = ptx.shuffle_xor_word(worth, i * c.group_lanes)
         is_before = arith.andi(ptx.equal(worth, other), ptx.less(arith.xori(group, ptx.i32(i)), group))

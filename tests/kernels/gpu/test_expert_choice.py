@@ -211,11 +211,11 @@ def test_what_it_does_not_serve():
     assert of_8(groups=3) == ["8 experts in 3 groups: wanted 1 to 32 equal ones"]
     assert of_8(groups=0) and supports(config(4, 66, 2, groups=33)) and supports(config(4, 0, 1))
     assert of_8(top_groups=0) and of_8(top_groups=3) and of_8(group_best=0) and of_8(group_best=5)
-    assert of_8(groups=4, group_best=3) and of_8(groups=8) == ["top_k 2: wanted 1 to 32, and to 1 experts"]
+    assert of_8(groups=4, group_best=3) and of_8(groups=8) == ["top_k 2 of 1 experts: wanted 1 to 1"]
     assert supports(config(4, 49 * 17, 2, groups=17)) == ["49 experts of a group: wanted 1 to 24"]
-    assert of_8(identity_experts=1, experts=7) == ["identity experts in groups"]
+    assert of_8(identity_experts=1, experts=7) == ["identity experts and groups: wanted one of them"]
     assert supports(config(4, 8, 2, identity_experts=1)) == ["tiles of 8 experts: wanted 1 to 7"]
-    assert supports(config(4, 8, 2, identity_experts=-1))
+    assert supports(config(4, 8, 2, identity_experts=-1)) == ["-1 identity experts: wanted 0 or more"]
     with pytest.raises(NotImplementedError, match="9 tokens"):
         kernel.choose_experts(None, None, None, None, None, config(9, 8, 2))
     c, x = config(2, 8, 2), lambda *shape: np.zeros(shape, np.float32)
