@@ -134,21 +134,25 @@ def forward(
             launch, model_mesh, _next_kv_axes(config, model_mesh, i), configs[i], biases
         )
         return _apart(step, weights, x, arguments, on_ranks, _counters_on_ranks(model_mesh, configs[0]))
-    own = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_formula, layers))
-    step = _Step(layers, attns, tuple(configs), () if own is None else tuple(own.configs))
-    if own is None:
+    launches = attending(layers, weights, configs, attns, arguments, _weights_of, functools.partial(_formula, layers))
+    step = _Step(layers, attns, tuple(configs), () if launches is None else tuple(launches.configs))
+    if launches is None:
         return _apart(step, weights, x, arguments)
-    together = lambda: _together(step, weights, x, arguments, (own.plans(), own.vectors))
-    if own.has_few_keys is None:
+    together = lambda: _together(step, weights, x, arguments, (launches.plans(), launches.vectors))
+    if launches.has_few_keys is None:
         return together()
-    return jax.lax.cond(own.has_few_keys, together, lambda: _apart(step, weights, x, _planned_anew(attns, arguments)))
+    apart = lambda: _apart(step, weights, x, _with_new_metadata(attns, arguments))
+    return jax.lax.cond(launches.has_few_keys, together, apart)
 
 
-def _planned_anew(attns: Sequence, arguments: Sequence) -> list:
-    """The arguments with plans that are built here: those of a branch that is not taken are not."""
-    of_plan = {id(m): (attn, m.common) for attn, (_, m, *_) in zip(attns, arguments, strict=True)}
-    plans = {key: attn.build(common) for key, (attn, common) in of_plan.items()}
-    return [(cache, plans[id(m)], *others) for cache, m, *others in arguments]
+def _with_new_metadata(attns: Sequence, arguments: Sequence) -> list:
+    """The arguments, with metadata of attention that is built inside the branch which needs it.
+
+    The caller's would be computed before `lax.cond`, whichever branch it takes.
+    """
+    given = {id(m): (attn, m.common) for attn, (_, m, *_) in zip(attns, arguments, strict=True)}
+    built = {key: attn.build(common) for key, (attn, common) in given.items()}
+    return [(cache, built[id(m)], *others) for cache, m, *others in arguments]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,8 @@ def _choice_config(moe: Any, tokens: int, count: int) -> ChoiceConfig | None:
     if not is_hopper or moe.scores not in KERNEL_SCORES:
         return None
     has_groups = moe.groups > 1
-    is_of_chosen = moe.scores == "softmax" and not moe.correction and not has_groups  # MoE has no least sum for it
+    # MoE computes a softmax of the chosen logits itself, and has no least sum for it.
+    is_of_chosen = moe.scores == "softmax" and not moe.correction and not has_groups
     of_groups = dict(groups=moe.groups, top_groups=moe.top_groups, group_best=moe.group_best) if has_groups else {}
     is_divided = moe.normalised or moe.scores == "softmax"
     config = ChoiceConfig(
@@ -104,8 +105,8 @@ class MixtureLaunches:
         y = (y.reshape(*chosen.row.shape, -1) * chosen.scores[:, :, None].astype(x.dtype)).sum(axis=1)
         if not c.identity_experts:
             return y
-        kept = jnp.where(chosen.row == TILE_ROWS * c.tiles + 1, chosen.scores, 0).sum(axis=1)
-        return y + x * kept[:, None].astype(x.dtype)
+        of_identity = jnp.where(chosen.row == TILE_ROWS * c.tiles + 1, chosen.scores, 0).sum(axis=1)
+        return y + x * of_identity[:, None].astype(x.dtype)
 
     def _experts(self, weights: dict, x: jax.Array, chosen: ChosenExperts) -> jax.Array:
         """[8 * tiles, hidden]: all tokens by the expert of each tile; what no token chose is undefined."""

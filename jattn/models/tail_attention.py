@@ -1,8 +1,8 @@
 """Steps in which the launch for a layer's rest computes the layer's attention too: which they are, and their plan.
 
 One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
-after their biases and an RMS norm of each head if they have those. Where requests have many keys, the attention kernel
-is faster, see MOST_TURNS: a program whose requests may have many has both.
+after their biases and an RMS norm of each head if they have those. Where a request has many keys, the attention kernel
+is faster (MOST_TURNS). A program whose requests may have many contains both forms and chooses in each step.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ from pallas_kernels.gpu import tail_attention_sm90 as kernel
 from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTailConfig, TailAttention
 
 MOST_TURNS = 8
-"""Turns of a CTA's loop over its keys, of about 1 us, beyond which the attention kernel and its two small launches,
-about 11 us together, are faster. Measured up to 4."""
+"""With more turns of a CTA's loop over its keys, the attention kernel and its two small launches are taken instead. For
+one request of 4000 keys, 8 turns, a layer of Llama 8B still takes 135.8 us in one launch and 138.8 in four (H200,
+2026-11-30); more turns have not been measured."""
 KERNELS = "q", "k", "v", "qkv", "o"
 NORMS = "q_norm", "k_norm"
 
@@ -38,16 +39,16 @@ class Attending:
     """The launches of such a step, one a layer, and what their CTAs do."""
 
     configs: list[LayerTailConfig]
-    plans: Callable[[], list[jax.Array]]  # of each layer, see kernel.plan
+    plans: Callable[[], list[jax.Array]]  # makes the plan of each layer, see kernel.plan; called where they are used
     vectors: list[tuple]  # of each layer: the biases of q, k and v, and the scales of the norms of q and k, if any
-    has_few_keys: jax.Array | None  # bool[]: no CTA has more than MOST_TURNS; None: whatever the requests' lengths
+    has_few_keys: jax.Array | None  # bool[]: no CTA has more than MOST_TURNS; None: in no batch of this shape
 
 
 def attending(
     layers: Sequence[LayerConfig], weights: Sequence[dict], configs: Sequence[LayerTailConfig], attns: Sequence,
     arguments: Sequence, weights_of: Callable, formula_of: Callable,
 ) -> Attending | None:  # fmt: skip
-    """None if some layer needs a launch of its own for attention. arguments: of each layer (cache, the plan of its
+    """None if attention of some layer needs a launch of its own. arguments: of each layer (cache, metadata of
     attention, positions, angles)."""
     found: list[Any] = []
     for i, layer in enumerate(layers):
@@ -94,6 +95,10 @@ def _vectors(config: Any, weights: dict) -> tuple:
 
 
 def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directly: bool) -> LayerTailConfig:
+    """The launch whose queries, keys and values are still sums of `splits` CTAs of the launch before.
+
+    directly: see LayerTailConfig.adds_directly.
+    """
     norm = layer.attn_norms.before
     assert norm is not None and config.attention is not None
     shares = SHARES if directly else config.shares
@@ -102,11 +107,11 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
 
 
 def _have_few_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
-    """No batch of this shape has requests of too many keys."""
+    """Whether a CTA has at most MOST_TURNS in every batch of this shape."""
     for config in configs:
         attention = config.attention
         assert attention is not None
-        parts = max(config.ctas // (config.rows * attention.units), 1)  # at least
+        parts = max(config.ctas // (config.rows * attention.units), 1)  # of a unit, if all rows are live: the fewest
         longest = common.max_seq_len if attention.left < 0 else min(common.max_seq_len, attention.left + 1)
         if cdiv(cdiv(longest, parts), attention.keys_a_turn) > MOST_TURNS:
             return False
