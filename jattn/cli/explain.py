@@ -31,7 +31,10 @@ def add(commands) -> None:
     layer.add_argument("--scale", type=float, help="factor of q.k (default: D ** -0.5)")
     layer.add_argument("--attn-type", default="decoder", help="decoder, encoder, encoder_only or encoder_decoder")
     layer.add_argument(
-        "--sliding-window", type=_window, metavar="W|L,R", help="W keys, or extra keys left,right; -1: all, as =-1,0"
+        "--sliding-window",
+        type=_window,
+        metavar="W|L,R",
+        help="W keys, or extra keys left,right (-1: all, given as --sliding-window=-1,0)",
     )
     layer.add_argument("--chunk-size", type=int, metavar="C", help="chunked-local attention: tokens of a chunk")
     layer.add_argument("--chunk-lookback", type=int, default=0, metavar="N", help="earlier chunks that are visible")

@@ -26,7 +26,7 @@ def make_trace(
         raise ValueError(f"a load needs sequences of at least 3 tokens, and {max_len} is this engine's limit")
     for option, mean in (("--mean-input", mean_input), ("--mean-output", mean_output)):
         if mean > max_len:
-            raise ValueError(f"{option} {mean:g} must be at most {max_len}, the tokens that prompt and output may have")
+            raise ValueError(f"{option} {mean:g} must be at most {max_len}, the limit of prompt and output together")
     rng = random.Random(seed)
     token = lambda: rng.randrange(3, vocab_size)
     systems = [tuple(token() for _ in range(max(int(mean_input / 2), 1))) for _ in range(4)]

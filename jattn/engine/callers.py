@@ -12,7 +12,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class CallerLock:
     """A lock that its thread may take again: generate() calls step(), and step() a user's tokenizer.
 
-    pid: of the process that made it. A fork has neither the engine's threads nor those of XLA, and would wait for them.
+    pid: of the process that made it. A fork has neither the engine's threads nor XLA's: it would wait forever.
     """
 
     def __init__(self):
@@ -22,7 +22,8 @@ class CallerLock:
 
 
 def one_at_a_time(method: Method) -> Method:
-    """The method; RuntimeError, and nothing is changed, while another thread holds the engine's `caller_lock`.
+    """The method; RuntimeError, and nothing is changed, while another thread holds the engine's `caller_lock`, or in a
+    fork of the process that made the engine.
 
     Two threads that change the same block tables would give requests each other's tokens, or end the process.
     """
@@ -31,8 +32,8 @@ def one_at_a_time(method: Method) -> Method:
     def called(self, *args, **options):
         if os.getpid() != self.caller_lock.pid:
             raise RuntimeError(
-                f"{method.__name__}() in a fork of the process that made this engine: its threads stayed there; make "
-                "the engine in the process that calls it, or start processes by 'spawn'"
+                f"{method.__name__}() in a fork of the process that made this engine, whose threads it does not have: "
+                "make the engine in the process that calls it; multiprocessing's 'spawn' starts one that is no fork"
             )
         if not self.caller_lock.acquire(blocking=False):
             raise RuntimeError(

@@ -40,7 +40,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_decoder_only(config: Any) -> None:
-    """ValueError for an encoder or an encoder-decoder, with what runs it; TypeError for what is no config."""
+    """ValueError for an encoder or an encoder-decoder, with what runs it; TypeError if it is not a ModelConfig."""
     from jattn.models.config import ModelConfig
 
     check_kind(
