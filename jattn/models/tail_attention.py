@@ -2,7 +2,7 @@
 
 One new token for each of at most 8 requests, over a bf16 cache, with or without a window. Queries and keys are rotated,
 after their biases and an RMS norm of each head if they have those. Where a request has many keys, the attention kernel
-is faster (MOST_TURNS). A program whose requests may have many contains both forms and chooses in each step.
+is taken (MOST_TURNS). A program whose requests may have many contains both forms and chooses in each step.
 """
 
 import dataclasses
