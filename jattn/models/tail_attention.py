@@ -24,7 +24,7 @@ from jattn.nn.attention_layer import projections, rows_apart
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
-from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTailConfig, TailAttention
+from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, PARTS, SHARES, LayerTailConfig, TailAttention
 
 MOST_TURNS = 8
 """With more turns of a CTA's loop over its keys, the attention kernel and its two small launches are taken instead. For
@@ -111,7 +111,8 @@ def _have_few_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
     for config in configs:
         attention = config.attention
         assert attention is not None
-        parts = max(config.ctas // (config.rows * attention.units), 1)  # of a unit, if all rows are live: the fewest
+        parts = config.ctas // (config.rows * attention.units)  # of a unit, if all rows are live: the fewest
+        parts = min(max(parts, 1), PARTS)
         longest = common.max_seq_len if attention.left < 0 else min(common.max_seq_len, attention.left + 1)
         if cdiv(cdiv(longest, parts), attention.keys_a_turn) > MOST_TURNS:
             return False

@@ -539,9 +539,11 @@ def test_the_longest_request_decides(lens, is_together, attending, monkeypatch):
     assert seen == [is_together]
 
 
-def test_a_program_without_long_requests_has_one_form(attending, monkeypatch):
-    """For 4 tokens with 4 heads of 64 over 2 kv heads there are 16 parts of each, and 64 keys a turn: 8192 keys."""
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_a_program_without_long_requests_has_one_form(kv_heads, attending, monkeypatch):
+    """For 4 tokens with 4 heads of 64 over 2 kv heads there are 16 parts of each, and 64 keys a turn: 8192 keys. Over
+    one kv head there would be CTAs for 33, but 16 are the most."""
     assert tail_attention.MOST_TURNS * 16 * 64 == 8192
     for blocks, has_both in ((512, False), (513, True)):
-        found = of_step(config_of("llama"), attending, monkeypatch, max_blocks=blocks)
+        found = of_step(config_of("llama", num_key_value_heads=kv_heads), attending, monkeypatch, max_blocks=blocks)
         assert found is not None and (found.has_few_keys is not None) == has_both
