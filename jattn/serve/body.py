@@ -32,8 +32,11 @@ MAX_PENDING_BYTES = 1 << 23
 """Total size of the large bodies that are being parsed or wait for it; at least 8 bodies of the largest size fit."""
 
 _TOO_MANY = f"the body has more than {MAX_VALUES} keys and list items besides its prompt's"
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-"""A string, also one that does not end: if that did not match, the search would read on from each of its quotes."""
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+"""A string, also one that does not end: if that did not match, the search would read on from each of its quotes.
+
+Nothing that was matched is tried again (`++`, `*+`): for that, `re` would keep about 130 bytes for each byte of a text.
+"""
 
 T = TypeVar("T")
 

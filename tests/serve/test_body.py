@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import tracemalloc
 
 import httpx
 import pytest
@@ -65,6 +66,18 @@ def test_a_string_that_does_not_end_is_read_once():
         with pytest.raises(BadRequestError, match="more than 20000"):
             body.parse(b"[" * 25_000 + b'"' + b'\\"' * 20_000 + end, 64, ROOM)
     assert time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize("text", ["[x" * 400_000, '["' * 200_000])
+def test_marks_inside_a_text_are_counted_without_memory_for_each_of_its_bytes(text):
+    """A program in a prompt of 1 MiB took 130 MiB, and up to a second of the GIL."""
+    raw = raw_of({"prompt": text})
+    tracemalloc.start()
+    try:
+        body._count_marks(raw, body.MAX_VALUES, 64 * ROOM)
+        assert tracemalloc.get_traced_memory()[1] < 2 * len(raw)
+    finally:
+        tracemalloc.stop()
 
 
 def test_as_many_values_as_may_be_are_read():
