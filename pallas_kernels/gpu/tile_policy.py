@@ -258,7 +258,8 @@ def softmax_of_long_tiles(request: TileRequest) -> dict[str, Any]:
     first = fits and _has_long_units(request)
     if "weights_first" in request.decided:
         first = config.weights_first
-    return {"weights_first": first, "last_block_first": first and config.logits_rise}
+    last_first = first and config.logits_rise and not config.narrow_rows
+    return {"weights_first": first, "last_block_first": last_first}
 
 
 def _is_chunk(request: TileRequest) -> bool:

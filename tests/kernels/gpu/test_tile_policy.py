@@ -347,6 +347,7 @@ def test_a_caller_of_two_warpgroups_gets_their_tiles(fields):
         (dict(D64, logits=ALIBI), True),
         (dict(E4M3, logits=ALIBI), False),
         (dict(FEW, logits=ALIBI), False),
+        (dict(FEW, logits=ALIBI, kv_dtype="int8", long_tiles=True, weights_first=True), False),  # its tiles are narrow
     ],
 )
 def test_the_last_block_is_first_where_rising_logits_have_no_maximum(fields, last_first):
