@@ -194,7 +194,7 @@ def _rotate_and_write_backward(impl: PallasGpuImpl, saved, cotangent):
     def reference(q, k, v, angles, cache):
         return rotate(q, angles), write_kv(cache, rotate(k, angles), v, saved[-1])
 
-    return *jax.vjp(reference, *saved[:-1])[1](cotangent), None
+    return *jax.vjp(reference, *saved[:-1])[1](cotangent[:2]), None  # counters have no gradient
 
 
 _rotate_and_write.defvjp(lambda impl, *args: (_rotate_and_write(impl, *args), args), _rotate_and_write_backward)

@@ -103,7 +103,7 @@ def test_interleaved_pairs_are_rotated_by_xla():
     assert names == ["write_kv_pages"]
 
 
-def test_its_gradient_is_that_of_rotating_and_writing():
+def test_its_gradient_is_that_of_rotating_and_writing(monkeypatch):
     from jattn.backends import pallas_gpu
     from jattn.cache import write_kv
     from jattn.nn import Rope, rotate
@@ -115,7 +115,27 @@ def test_its_gradient_is_that_of_rotating_and_writing():
     slots = jnp.asarray([5, -1, 40], jnp.int32)
     want = lambda q, k, v, angles, cache: (rotate(q, angles), write_kv(cache, rotate(k, angles), v, slots))
     out, pull = jax.vjp(want, *args)
+    counters = jnp.zeros(264, jnp.int32)
+    launch = lambda rows, cos, sin, slots, pools, sizes: (out[0], (out[1].k, out[1].v), counters)
+    monkeypatch.setattr(pallas_gpu, "rotate_and_write", launch)
     cotangent = jax.tree.map(lambda x: array(*x.shape), out)
-    seen = pallas_gpu._rotate_and_write_backward(attn.impl, (*args, slots), cotangent)
-    assert seen[-1] is None
-    jax.tree.map(np.testing.assert_array_equal, seen[:-1], pull(cotangent))
+    seen = jax.vjp(lambda *args: pallas_gpu._rotate_and_write(attn.impl, *args, slots), *args)[1](
+        (*cotangent, np.zeros(counters.shape, jax.dtypes.float0))
+    )
+    jax.tree.map(np.testing.assert_array_equal, seen, pull(cotangent))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_call_that_rotates_and_writes_has_a_gradient(interleaved):
+    attn = attention()
+    meta = jattn.CommonAttentionMetadata.from_lengths([1, 1], [9, 30], np.arange(8).reshape(2, 4), 16)
+    angles = jattn.nn.Rope(dim=64, interleaved=interleaved).angles(meta.positions())
+
+    def total(q, k, v, cache):
+        cache, state = attn(q, k, v, cache, attn.build(meta), None, angles)
+        return sum(y.astype(jnp.float32).sum() for y in (state.out, cache.k, cache.v))
+
+    shape = lambda heads: jax.ShapeDtypeStruct((2, heads, 64), jnp.bfloat16)
+    args = shape(4), shape(2), shape(2), jattn.empty_cache(attn.cache_spec, storage="native")
+    shapes = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+    assert shapes(jax.eval_shape(jax.grad(total, argnums=(0, 1, 2, 3)), *args)) == shapes(args)
