@@ -163,10 +163,10 @@ def test_many_refusals_before_a_step_take_linear_time():
         times = []
         for _ in range(3):
             served = engine()
-            begin = time.perf_counter()
+            begin = time.thread_time()
             for _ in range(count):
                 served.add_request([])
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
             assert len(served.step()) == count
         return min(times)
 
@@ -185,9 +185,9 @@ def test_generate_takes_linear_time_where_each_step_ends_one_request(monkeypatch
                 return [outputs.pop()]
 
             monkeypatch.setattr(served, "step", step)
-            begin = time.perf_counter()
+            begin = time.thread_time()
             assert len(served.generate([[]] * count)) == count
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
         return min(times)
 
     assert seconds(8000) < 6.5 * seconds(2000), "16 times as long if it is quadratic"
