@@ -84,9 +84,8 @@ def _kernel(config: ManyRowsConfig, x, groups, out, join):
         own_rows = pl.ds(wg * _WARPGROUP_ROWS, _WARPGROUP_ROWS)
         tiles_before = 0
         for group in groups:
-            first = lax.rem(
-                cta + (-tiles_before % config.ctas), jnp.int32(config.ctas)
-            )  # this CTA's first tile of the group
+            # The first tile of the group that is this CTA's.
+            first = lax.rem(cta + (-tiles_before % config.ctas), jnp.int32(config.ctas))
             count = row_tiles * (group[0].shape[1] // columns)
             offset = tiles_before // row_tiles * columns
             tiles_before += count

@@ -68,9 +68,8 @@ def score_narrow(cfg: MlaKernelConfig, refs: MlaRefs):
             plgpu.barrier_arrive(refs.published)
             return state
 
-        state = tiles.loop_over_blocks(
-            cfg.attention, step, tiles.full_block_bounds(cfg.attention, piece), start_state()
-        )
+        bounds = tiles.full_block_bounds(cfg.attention, piece)
+        state = tiles.loop_over_blocks(cfg.attention, step, bounds, start_state())
         _await_use(refs, blocks_before + j + piece.count)
         put_sums(refs.stats, state)
         plgpu.barrier_arrive(refs.published)

@@ -115,9 +115,13 @@ class Piece:
     def count(self):
         return self[HI] - self[LO]
 
-    def block(self, cfg: GpuKernelConfig, j):
-        """The request's block of keys that is read j-th."""
-        return self[wl.BLK0] + (self[HI] - 1 - j if cfg.last_block_first else self[LO] + j)
+    def blocks(self, cfg: GpuKernelConfig):
+        """Function: j -> the request's block of keys that is read j-th. The first one's number is read once."""
+        if cfg.last_block_first:
+            last = self[wl.BLK0] + self[HI] - 1
+            return lambda j: last - j
+        first = self[wl.BLK0] + self[LO]
+        return lambda j: first + j
 
     @property
     def is_part(self):
@@ -269,10 +273,10 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             released = await_released(cfg, refs, released, jnp.where(narrow & ~after_narrow, j, 0))
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
-        req = piece[wl.REQ]
+        block_of, req = piece.blocks(cfg), piece[wl.REQ]
 
         def column(i, p):
-            key = piece.block(cfg, i) * block
+            key = block_of(i) * block
             if even or copies == 1:
                 return lax.div(key, jnp.int32(page)) + p
             return lax.div(key + p * width, jnp.int32(page))
@@ -287,7 +291,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             def offset(p):
                 if width == page:
                     return 0
-                return pl.multiple_of(lax.rem(piece.block(cfg, i) * block + p * width, jnp.int32(page)), 8)
+                return pl.multiple_of(lax.rem(block_of(i) * block + p * width, jnp.int32(page)), 8)
 
             def fill(pool, tile, full, free, block_number=before[0]):
                 slot = place_in_ring(cfg, refs, block_number, tile.shape[0])
@@ -403,15 +407,15 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
     def convert_piece(j, carry):
         before, freed = carry if cfg.two_rings else (carry, None)
         piece = piece_from_list(cfg, refs, j)  # not from its box: tiles are converted before the piece has one
-        first_key, head, req = (piece[wl.BLK0] + piece.lo) * cfg.block_kv, piece[HEAD], piece[wl.REQ]
+        block_of, head, req = piece.blocks(cfg), piece[HEAD], piece[wl.REQ]
         kind = dict(block=cfg.block_kv, page=cfg.page_size)
 
         def ids_of(i):
-            where = (first_key + i * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
+            where = (block_of(i) * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
             return token_scales.load_ids(refs.block_table, req, *where, **kind, columns=refs.block_table.shape[1])
 
         def scales_of(i, ids):
-            where = (first_key + i * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
+            where = (block_of(i) * cfg.block_kv, piece[wl.KSTART], piece[wl.KSTOP])
             order = dict(heads=cfg.num_kv_heads, heads_first=cfg.layout == "HND")
             pools = refs.k_token_scale, refs.v_token_scale
             return [token_scales.load_block(pool, ids, head, *where, **kind, **order) for pool in pools]
@@ -439,7 +443,7 @@ def convert_tiles(cfg: GpuKernelConfig, refs: Refs):
             return end, *ahead
 
         def step(i, carry):
-            n, kv0 = before[0] + i, piece.block(cfg, i) * cfg.block_kv
+            n, kv0 = before[0] + i, block_of(i) * cfg.block_kv
             ahead, put = (), lambda *_: None
             if cfg.token_scales:
                 scales, ids = carry

@@ -90,11 +90,8 @@ def weights_first(x, factor, state, *, dtype: str):
         half = "bf16x2" if dtype == "bfloat16" else "f16x2"
         for i in range(2):
             own = [n for n, second in enumerate(which) if second == i]
-            text += (
-                f"selp.f32 t{i}, {ptx.hex_f32(1)}, {ptx.hex_f32(0)}, q{i}; "
-                + SHFL.format(f"t{i}", 1)
-                + SHFL.format(f"t{i}", 2)
-            )
+            text += f"selp.f32 t{i}, {ptx.hex_f32(1)}, {ptx.hex_f32(0)}, q{i}; "
+            text += SHFL.format(f"t{i}", 1) + SHFL.format(f"t{i}", 2)
             text += f"setp.gt.f32 q{i}, t{i}, {ptx.hex_f32(0)}; "  # in one of the row's four lanes
             text += f"mov.f32 t{i}, ${first + 4 + 2 * own[0]}; "
             for n in own:

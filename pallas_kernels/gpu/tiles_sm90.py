@@ -317,7 +317,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     row = row_bounds(cfg, refs, piece, 64 * wg)
     stage = queries_of(cfg, refs, piece).at[wg]
     q_tile, scale = _queries(cfg, refs, piece, wg, stage, WARPGROUP_ROWS * wg)
-    n = piece.count
+    block_of, n = piece.blocks(cfg), piece.count
     slot_of = lambda j: stage_of(cfg, refs, blocks_before + j)
 
     in_pairs = cfg.computing == 2
@@ -343,7 +343,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     when(wg == 1)(end_turn) if in_pairs else take_turn()
 
     def step(j, state, masked):
-        slot, kv0 = slot_of(j), piece.block(cfg, j) * cfg.block_kv
+        slot, kv0 = slot_of(j), block_of(j) * cfg.block_kv
         # They come while the products run.
         (of_keys,) = _token_scales(cfg, refs, blocks_before + j, token_scales.OF_KEYS)
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot], end_turn)
@@ -402,11 +402,11 @@ def short_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before
     row = row_bounds(cfg, refs, piece, jnp.int32(0))
     own = (cfg.converts_queries or cfg.loads_queries) and not alone
     q_tile, scale = _queries(cfg, refs, piece, wg, queries_of(cfg, refs, piece).at[wg if own else 0], 0)
-    n = piece.count
+    block_of, n = piece.blocks(cfg), piece.count
 
     def step(t, state, masked):
         j = t if alone else cfg.computing * t + wg
-        slot, kv0 = stage_of(cfg, refs, blocks_before + j), piece.block(cfg, j) * cfg.block_kv
+        slot, kv0 = stage_of(cfg, refs, blocks_before + j), block_of(j) * cfg.block_kv
         plgpu.barrier_wait(refs.k_full.at[slot])
         dots = _dots(cfg, q_tile, refs.k_tile.at[slot])
         (of_keys,) = _token_scales(cfg, refs, blocks_before + j, token_scales.OF_KEYS)

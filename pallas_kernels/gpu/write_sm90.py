@@ -279,7 +279,6 @@ def quantise_rows(shape: _Pool, slots, source, target, scales, first, tokens: in
 
 def row_scale(source: str, largest: float) -> str:
     """PTX: the f32 scale of a row, quant.token_head_scale, of the largest magnitudes in the halves of $1."""
-    bits = lambda x: f"0f{np.float32(x).view(np.uint32):08X}"
     text = "{ .reg .b32 t, u; .reg .b16 l, h; .reg .f32 x; shr.u32 t, $1, 16; and.b32 u, $1, 0xffff; max.u32 t, t, u;"
     if source == "bfloat16":
         text += " shl.b32 t, t, 16; mov.b32 x, t;"
@@ -287,6 +286,6 @@ def row_scale(source: str, largest: float) -> str:
         text += " mov.b32 {l, h}, t; cvt.f32.f16 x, l;"
     return (
         text
-        + f" mul.rn.f32 x, x, {bits(np.float32(1) / np.float32(largest))};"
-        + (f" max.NaN.f32 $0, x, {bits(quant.MIN_TOKEN_SCALE)}; }}")
+        + f" mul.rn.f32 x, x, {ptx.hex_f32(np.float32(1) / np.float32(largest))};"
+        + (f" max.NaN.f32 $0, x, {ptx.hex_f32(quant.MIN_TOKEN_SCALE)}; }}")
     )
