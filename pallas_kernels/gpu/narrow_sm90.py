@@ -122,12 +122,12 @@ def narrow_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_befor
     else:
         queries = warps.read_queries(queries_of(cfg, refs, piece).at[0], **kind)
     column, scale = query_bounds(cfg, refs, piece), refs.scales[piece[HEAD], 0]
-    first_key = (piece[wl.BLK0] + piece.lo) * cfg.block_kv
+    block_of = piece.blocks(cfg)
     mine = jnp.int32(0) if half is None else half * warps.KEYS
 
     def step(j, carry, masked):
         slot = place_in_ring(cfg, refs, blocks_before + j, cfg.narrow_stages)
-        kv0 = first_key + j * cfg.block_kv
+        kv0 = block_of(j) * cfg.block_kv
         plgpu.barrier_wait(refs.k_narrow_full.at[slot])
         of_keys = of_values = None
         if cfg.token_scales:
