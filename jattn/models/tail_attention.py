@@ -22,9 +22,8 @@ from jattn.nn import AttentionConfig
 from jattn.nn import layer_tail as op
 from jattn.nn.attention_layer import projections, rows_apart
 from jattn.spec import AttentionSpec
-from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import tail_attention_sm90 as kernel
-from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, PARTS, SHARES, LayerTailConfig, TailAttention
+from pallas_kernels.gpu.layer_tail_config import ATTENDING_ROWS, SHARES, LayerTailConfig, TailAttention
 
 MOST_TURNS = 8
 """With more turns of a CTA's loop over its keys, the attention kernel and its two small launches are taken instead. For
@@ -77,14 +76,22 @@ def attending(
 
     vectors = [_vectors(layer.self_attn, own["attn"]) for layer, own in zip(layers, weights, strict=True)]
     few = None
-    if not _have_few_keys(found, arguments[0][1].common):
-        turns = [kernel.most_turns(c.attention, c.ctas, *_lengths(m)) for c, m in of_key.values()]
+    # One bound for all layers: the batches of cache groups are the same tokens, with other block tables.
+    longest = arguments[0][1].common.max_seq_len
+    if any(kernel.most_turns(c.attention, c.ctas, c.rows, longest) > MOST_TURNS for c in found):
+        turns = [kernel.most_turns(c.attention, c.ctas, *_live_and_longest(m)) for c, m in of_key.values()]
         few = functools.reduce(jnp.maximum, turns) <= MOST_TURNS
     return Attending(found, plans, vectors, few)
 
 
 def _lengths(m: PallasGpuMetadata) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(m.common.query_start_loc), jnp.asarray(m.common.seq_lens)
+
+
+def _live_and_longest(m: PallasGpuMetadata) -> tuple[jax.Array, jax.Array]:
+    """i32[] the batch's new tokens, and the tokens of its longest request."""
+    query_start_loc, seq_lens = _lengths(m)
+    return query_start_loc[-1], jnp.max(seq_lens)
 
 
 def _vectors(config: Any, weights: dict) -> tuple:
@@ -104,19 +111,6 @@ def _with_sums(config: LayerTailConfig, splits: int, layer: LayerConfig, directl
     shares = SHARES if directly else config.shares
     attention = dataclasses.replace(config.attention, sums=splits, eps=norm.eps, shares=shares)
     return dataclasses.replace(config, attention=attention, adds_directly=directly and len(config.products) == 4)
-
-
-def _have_few_keys(configs: Sequence[LayerTailConfig], common: Any) -> bool:
-    """Whether a CTA has at most MOST_TURNS in every batch of this shape."""
-    for config in configs:
-        attention = config.attention
-        assert attention is not None
-        parts = config.ctas // (config.rows * attention.units)  # of a unit, if all rows are live: the fewest
-        parts = min(max(parts, 1), PARTS)
-        longest = common.max_seq_len if attention.left < 0 else min(common.max_seq_len, attention.left + 1)
-        if cdiv(cdiv(longest, parts), attention.keys_a_turn) > MOST_TURNS:
-            return False
-    return True
 
 
 def _attention_of(

@@ -14,6 +14,7 @@ own maximum, denominator and output of its keys, and they are merged once, at th
 """
 
 import math
+from typing import TypeVar
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -40,6 +41,7 @@ LIVE, COUNT = 0, 1
 LOWEST = -1e30  # a maximum over no key
 LOG2E = math.log2(math.e)
 _WGMMA = plgpu.Layout.WGMMA
+Number = TypeVar("Number", int, jax.Array)
 
 
 def plan(attention: TailAttention, ctas: int, query_start_loc, seq_lens, slots) -> jax.Array:
@@ -47,7 +49,7 @@ def plan(attention: TailAttention, ctas: int, query_start_loc, seq_lens, slots) 
     units, starts = attention.units, query_start_loc.astype(jnp.int32)
     seq_lens, tokens = seq_lens.astype(jnp.int32), slots.shape[0]
     live = jnp.minimum(starts[-1], tokens)
-    count = parts_of(attention, ctas, live, seq_lens)
+    count = parts_of(attention, ctas, live, jnp.max(seq_lens))
     me = jnp.arange(ctas, dtype=jnp.int32)
     unit, part = lax.div(me, count), lax.rem(me, count)
     token = lax.div(unit, jnp.int32(units))
@@ -65,24 +67,36 @@ def plan(attention: TailAttention, ctas: int, query_start_loc, seq_lens, slots) 
     return jnp.concatenate([table, last.astype(jnp.int32)[None]])
 
 
-def most_turns(attention: TailAttention, ctas: int, query_start_loc, seq_lens) -> jax.Array:
-    """i32[]: turns of a CTA over its keys, at most, by the batch's plan."""
-    seq_lens = seq_lens.astype(jnp.int32)
-    count = parts_of(attention, ctas, query_start_loc[-1].astype(jnp.int32), seq_lens)
-    return cdiv(cdiv(_longest(attention, seq_lens) - 1, count), attention.keys_a_turn)  # the new key takes none
+def most_turns(attention: TailAttention, ctas: int, live: Number, longest: Number) -> Number:
+    """Turns of a CTA over its keys, at most: `live` new tokens, of requests of at most `longest` tokens.
+
+    It never falls as one of them grows: upper bounds of both give an upper bound. Of ints an int, also inside jit; of
+    i32[] an i32[].
+    """
+    cached = _visible_keys(attention, longest) - 1  # the new key takes none
+    return cdiv(cdiv(cached, parts_of(attention, ctas, live, longest)), attention.keys_a_turn)
 
 
-def parts_of(attention: TailAttention, ctas: int, live, seq_lens):
-    """i32[] the parts of each unit: so many that every CTA has work, if each has a key for each group of lanes."""
-    even = lax.div(jnp.int32(ctas), jnp.maximum(live, 1) * attention.units)
-    enough = cdiv(_longest(attention, seq_lens), attention.groups)
-    return jnp.clip(jnp.minimum(even, enough), 1, PARTS).astype(jnp.int32)
+def parts_of(attention: TailAttention, ctas: int, live, longest):
+    """The parts of each unit: so many that every CTA has work, if each has a key for each group of lanes.
+
+    Arguments and types as in most_turns.
+    """
+    smaller, larger = _min_max(live, longest)
+    even = ctas // (larger(live, 1) * attention.units)
+    enough = cdiv(_visible_keys(attention, longest), attention.groups)
+    return larger(smaller(smaller(even, enough), PARTS), 1)
 
 
-def _longest(attention: TailAttention, seq_lens):
+def _visible_keys(attention: TailAttention, longest):
     """The most keys that a new token sees."""
-    longest = jnp.max(seq_lens)
-    return longest if attention.left < 0 else jnp.minimum(longest, attention.left + 1)
+    smaller, _ = _min_max(longest)
+    return longest if attention.left < 0 else smaller(longest, attention.left + 1)
+
+
+def _min_max(*numbers):
+    """The functions min and max of two of these numbers: of ints they give an int, also inside jit."""
+    return (jnp.minimum, jnp.maximum) if any(isinstance(x, jax.Array) for x in numbers) else (min, max)
 
 
 def part_shapes(cfg: LayerTailConfig) -> tuple:

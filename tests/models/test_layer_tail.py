@@ -547,3 +547,10 @@ def test_a_program_without_long_requests_has_one_form(kv_heads, attending, monke
     for blocks, has_both in ((512, False), (513, True)):
         found = of_step(config_of("llama", num_key_value_heads=kv_heads), attending, monkeypatch, max_blocks=blocks)
         assert found is not None and (found.has_few_keys is not None) == has_both
+
+
+@pytest.mark.parametrize(("window", "has_both"), [(8193, False), (8194, True)])
+def test_a_tokens_own_key_takes_no_turn_of_a_window(window, has_both, attending, monkeypatch):
+    config = config_of("mistral", sliding_window=window)
+    found = of_step(config, attending, monkeypatch, max_blocks=1024)
+    assert found is not None and (found.has_few_keys is not None) == has_both

@@ -3,6 +3,7 @@
 import dataclasses
 import types
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -76,8 +77,7 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(
     longest = 100 if left < 0 else left + 1
     assert tuple(plan[-1, :2]) == (3, min(max(ctas // (3 * a.units), 1), PARTS, -(-longest // a.groups)))
     most = (plan[:-1, kernel.END] - plan[:-1, kernel.FIRST]).max()
-    turns = kernel.most_turns(a, ctas, jnp.asarray(starts), jnp.asarray(LENS))
-    assert int(turns) == -(-most // a.keys_a_turn)
+    assert kernel.most_turns(a, ctas, int(starts[-1]), max(LENS)) == -(-most // a.keys_a_turn)
     order = (blocks, kv_heads, PAGE, dim) if heads_first else (blocks, PAGE, kv_heads, dim)
     pools = {name: np.full(order, np.nan, BF16) for name in ("k_pool", "v_pool")}
     place = lambda r, j: (
@@ -154,6 +154,50 @@ def test_new_tokens_attend_to_their_cached_keys_and_to_themselves(
     for name in ("k_pool", "v_pool"):
         now, before = memory.seen(name).astype(np.float32), pools[name].astype(np.float32)
         np.testing.assert_allclose(now, before, rtol=2**-8, atol=1e-6)  # and nothing else is written
+
+
+def turns_of(a: TailAttention, ctas: int, lens: list[int]) -> int:
+    """The turns of the CTA with the most keys, counted one after the other. lens: of requests with a new token each."""
+    keys_at_once = THREADS // (a.head_dim // 8)  # one for each group of lanes
+    seen = [n if a.left < 0 else min(n, a.left + 1) for n in lens]
+    parts, most = 1, 0
+    while parts < PARTS and (parts + 1) * len(lens) * a.units <= ctas and parts * keys_at_once < max(seen):
+        parts += 1
+    for keys in seen:
+        turns, first = 0, 0
+        while first < -(-(keys - 1) // parts):  # the new token's own key is beside its part
+            turns, first = turns + 1, first + keys_at_once * a.unrolled
+        most = max(most, turns)
+    return most
+
+
+def test_the_most_turns_of_ints_and_of_arrays_are_those_that_are_counted():
+    rng, found = np.random.default_rng(11), set()
+    for _ in range(200):
+        group, kv_heads, rows = (int(rng.choice(sizes)) for sizes in ((1, 2, 3, 4, 5, 8), (1, 2, 4, 8), range(1, 9)))
+        a = TailAttention(
+            heads=group * kv_heads, kv_heads=kv_heads, head_dim=int(rng.choice([64, 128])), scale=0.1, blocks=8, page=8,
+            columns=4, heads_first=True, left=int(rng.choice([-1, -1, 0, 1, 129, 1025, 4097])),
+        )  # fmt: skip
+        ctas = int(rng.integers(rows * a.units, 257)) if rows * a.units < 256 else rows * a.units
+        bound = int(2 ** rng.uniform(0, 15))
+        of_shape = kernel.most_turns(a, ctas, rows, bound)
+        assert type(of_shape) is int and of_shape == turns_of(a, ctas, [bound] * rows)
+        for none in (0, jnp.int32(0)):  # a batch of padding
+            assert kernel.most_turns(a, ctas, none, none) == 0
+        for live in {1, rows}:
+            lens = [int(n) for n in rng.integers(1, bound + 1, live)]
+            turns = kernel.most_turns(a, ctas, jnp.int32(live), jnp.int32(max(lens)))
+            assert turns == turns_of(a, ctas, lens) == kernel.most_turns(a, ctas, live, max(lens)) <= of_shape
+            found.add(int(turns))
+    assert len(found) > 10  # 0 among them, if only the new token is seen
+
+
+def test_the_most_turns_of_ints_are_an_int_inside_jit():
+    a = TailAttention(heads=4, kv_heads=1, head_dim=64, scale=0.1, blocks=8, page=8, columns=4, heads_first=True)
+    seen = []
+    jax.eval_shape(lambda: seen.append(kernel.most_turns(a, 132, 4, 8193)))
+    assert [(type(turns), turns) for turns in seen] == [(int, 8)]  # 16 parts of 512 cached keys
 
 
 def unswizzled(stage):
