@@ -21,7 +21,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, piece_from_list
+from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, each_copy, piece_from_list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +79,11 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
             offset = pl.multiple_of(lax.rem(key, jnp.int32(page)), 8) if width < page else 0
 
             def fill(pool, column, columns, tile, full):
-                for p in range(copies):
-                    source = pool.at[pages[p], pl.ds(offset, width), pl.ds(column, columns)]
+                def copy(p, page_id):
+                    source = pool.at[page_id, pl.ds(offset, width), pl.ds(column, columns)]
                     plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full)
+
+                each_copy(pages, copy)
 
             for part in order_of_parts(cfg):
                 barrier = barrier_of(cfg, stage, part)

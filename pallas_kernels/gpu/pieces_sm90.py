@@ -94,6 +94,7 @@ def with_scale_pools(cfg: GpuKernelConfig, gmem: tuple) -> tuple:
     return gmem if cfg.token_scales else (*gmem[:8], None, None, *gmem[8:])
 
 
+WARPS = 4  # of a warpgroup
 HEAD, LO, HI = 13, 14, 15  # columns of piece_box after those of the work list's info
 
 
@@ -273,7 +274,7 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             released = await_released(cfg, refs, released, jnp.where(narrow & ~after_narrow, j, 0))
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
-        block_of, req = piece.blocks(cfg), piece[wl.REQ]
+        block_of, req, head = piece.blocks(cfg), piece[wl.REQ], piece[HEAD]
 
         def column(i, p):
             key = block_of(i) * block
@@ -288,11 +289,6 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
             before, pages = carry
             next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
 
-            def offset(p):
-                if width == page:
-                    return 0
-                return pl.multiple_of(lax.rem(block_of(i) * block + p * width, jnp.int32(page)), 8)
-
             def fill(pool, tile, full, free, block_number=before[0]):
                 slot = place_in_ring(cfg, refs, block_number, tile.shape[0])
 
@@ -300,9 +296,12 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
-                for p in range(copies):
+                def copy(p, page_id):
                     target = tile.at[slot, pl.ds(p * width, width)]
-                    plgpu.copy_gmem_to_smem(source(pool, pages[p], piece[HEAD], offset(p)), target, full.at[slot])
+                    offset = 0 if width == page else lax.rem(block_of(i) * block + p * width, jnp.int32(page))
+                    plgpu.copy_gmem_to_smem(source(pool, page_id, head, offset), target, full.at[slot])
+
+                each_copy(pages, copy)
 
             def fill_stored():
                 fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
@@ -323,6 +322,26 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
 
     start = (no_blocks(cfg), jnp.int32(0), jnp.bool_(True)) if cfg.two_rings else (no_blocks(cfg), jnp.int32(0), None)
     lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), load_piece, start)
+
+
+def each_copy(pages: tuple, copy):
+    """copy(p, pages[p]) for each page of a tile, begun by warp p % WARPS of this warpgroup.
+
+    A copy that a whole warpgroup begins costs a barrier of its threads and an arrival of each warp: of eight copies for
+    keys and eight for values about as many instructions as the softmax of their block. Fewer than WARPS are begun so.
+    """
+    if len(pages) % WARPS:
+        for p, page in enumerate(pages):
+            copy(p, page)
+        return
+
+    @plgpu.warp_map
+    def _(warp):
+        for first in range(0, len(pages), WARPS):
+            page = pages[first]
+            for other in range(1, WARPS):
+                page = jnp.where(warp == other, pages[first + other], page)
+            copy(first + warp, page)
 
 
 def load_scales(cfg: GpuKernelConfig, refs: Refs):
