@@ -51,6 +51,11 @@ class Decoded:
         if zeros is not None and zeros.shape != scales.shape:
             raise ValueError(f"zero points {zeros.shape} and scales {scales.shape} must have equal shapes")
 
+    def with_zero_points(self) -> "Decoded":
+        """The same numbers with zero points, which are zeros if there are none."""
+        zeros = np.zeros(self.scales.shape, np.int8) if self.zero_points is None else self.zero_points
+        return dataclasses.replace(self, zero_points=zeros)
+
 
 def check_groups(groups: int, inputs: int, dtype: np.dtype, size: int | None, has_factor: bool = False) -> None:
     """ValueError unless so many inputs can have so many groups of this size, with scales of this dtype.
@@ -108,7 +113,9 @@ class Scheme:
         if names is None or isinstance(source.make, OfNumbers):
             return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
         axis = _inputs_axis(source.make)
-        groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
+        of_module = lambda each: self.groups(shape[axis], *(read(x) if x in stored else None for x in each[1:]))
+        groups = of_module(names[0])
+        has_zeros = groups.has_zero_points or any(of_module(each).has_zero_points for each in names[1:])
         check_groups(groups.number, shape[axis], groups.dtype, self.group_size, groups.has_factor)
 
         def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -118,7 +125,7 @@ class Scheme:
 
         is_packed, codes = FORMATS[self.format].bits == 4, {"int8": np.int8, "fp8": np.uint8}
         values = array(shape[axis] // PACKED, np.uint32) if is_packed else array(shape[axis], codes[self.format])
-        zeros = array(groups.number, np.int8) if groups.has_zero_points else None
+        zeros = array(groups.number, np.int8) if has_zeros else None
         factor = array(1, np.float32) if groups.has_factor else None
         parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros, factor=factor)
         return QuantisedArray(**parts, format=self.format, axis=axis, dtype=jax.dtypes.canonicalize_dtype(dtype))
@@ -165,10 +172,9 @@ class Scheme:
         modules = [self._decoded(each[0] if len(names) > 1 else None, of_module(each), dtype) for each in names]
         axis = _inputs_axis(make)
         made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
-        has_zeros = {module.zero_points is not None for module in modules}
-        if len(has_zeros) > 1:
-            raise ValueError("some of its modules have zero points, and some have none")
-        codes, zeros = made("codes"), made("zero_points") if has_zeros.pop() else None
+        if has_zeros := any(module.zero_points is not None for module in modules):
+            modules = [module.with_zero_points() for module in modules]
+        codes, zeros = made("codes"), made("zero_points") if has_zeros else None
         factor = None if modules[0].factor is None else made("factor")
         return QuantisedArray(
             values=codes, scales=made("scales"), zero_points=zeros, factor=factor, format=self.format, axis=axis,
