@@ -79,13 +79,14 @@ def _weights(g: ConfigReader, layout: Any) -> Weights | None:
     w = g.section("weights")
     kind, bits = w.choice("type", ("int", "float")), w.count("num_bits")
     w.only("dynamic", False)
-    if w.get("actorder") not in (None, "static", "weight"):  # "group" stores g_idx
+    if w.get("actorder") not in (None, False, "static", "weight"):  # "group" stores g_idx
         raise UnsupportedError(
             f"{w.where}: actorder={short(w.get('actorder'))} is not supported, because it gives inputs of one group "
             f"different places: use a folder with actorder 'static', 'weight' or null, {USE_FLOATS}"
         )
-    strategy = w.choice("strategy", ("tensor", "channel", "group", "tensor_group", "block"), "tensor")
     is_symmetric, size = w.flag("symmetric", True), group_size(w)
+    of_size = "tensor" if size is None else "channel" if size == WHOLE else "group"
+    strategy = w.choice("strategy", ("tensor", "channel", "group", "tensor_group", "block"), of_size)
     size = WHOLE if size is None and strategy in ("channel", "tensor") else size
     blocks = _blocks(w) if strategy == "block" else w.only("block_structure")
     ignore_calibration(w)
@@ -109,9 +110,9 @@ def _scheme(w: Weights, where: str) -> Scheme:
     needed_zero, optional_zero = ((), zero) if w.is_symmetric else (zero, ())  # decoders have it at the same place
     optional, is_by_group = optional_zero + of_activations, w.strategy in ("group", "tensor_group")
     if w.layout == "pack-quantized" and code in (("int", 4), ("int", 8)) and w.strategy in ("channel", "group"):
-        of_packed = lambda inputs, scales, shape, zeros, *_: Groups(scales.shape[1], scales.dtype, zeros is not None)
+        of_packed = lambda inputs, scales, *_: Groups(scales.shape[1], scales.dtype, not w.is_symmetric)
         needed = ("weight_packed", "weight_scale", "weight_shape", *needed_zero)
-        decode, format = functools.partial(_packed, w.bits), "int4" if w.bits == 4 else "int8"
+        decode, format = functools.partial(_packed, w.bits, w.is_symmetric), "int4" if w.bits == 4 else "int8"
         return Scheme(format, needed, decode, of_packed, optional, group_size=w.group_size)
     if w.layout == NVFP4 and code == ("float", 4) and is_by_group and w.is_symmetric and w.group_size == NVFP4_GROUP:
         needed = ("weight_packed", "weight_scale", "weight_global_scale")
@@ -123,7 +124,7 @@ def _scheme(w: Weights, where: str) -> Scheme:
         decode = functools.partial(_in_blocks, w.kind == "int", *w.blocks)
         return Scheme(format, needed, decode, functools.partial(groups_of_blocks, w.blocks[1]), optional)
     if is_plain and w.strategy in ("tensor", "channel", "group"):
-        decode = functools.partial(_plain, w.kind == "int")
+        decode = functools.partial(_plain, w.kind == "int", w.is_symmetric, w.strategy == "tensor")
         return Scheme(format, needed, decode, _plain_groups, optional, group_size=w.group_size)
     symmetry = "" if w.is_symmetric else ", with zero points,"
     seen = f"format={short(w.layout)} with {w.kind} weights of {w.bits} bits by {w.strategy}{symmetry}"
@@ -134,8 +135,9 @@ def _scheme(w: Weights, where: str) -> Scheme:
 
 
 def _packed(
-    bits: int, words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None, *of_activations
-) -> Decoded:
+    bits: int, is_symmetric: bool, words: np.ndarray, scales: np.ndarray, shape: np.ndarray, zeros: np.ndarray | None,
+    *of_activations,
+) -> Decoded:  # fmt: skip
     """Codes of consecutive inputs in a word, and zero points of consecutive outputs."""
     if not np.issubdtype(shape.dtype, np.integer) or shape.shape != (2,):
         raise ValueError(f"weight_shape is {shape.dtype}{list(shape.shape)}, which must be int64[2]")
@@ -154,20 +156,25 @@ def _packed(
             raise ValueError(f"packed zero points {zeros.shape} do not fit weight_shape {shape.tolist()}")
         zeros = unpacked(bits, zeros).swapaxes(1, 2).reshape(-1, zeros.shape[1])[:outputs]
         zeros = zeros.astype(np.int8) - 8 if bits == 4 else (zeros ^ 128).view(np.int8)
-    return Decoded(codes, scales, zeros)
+    return Decoded(codes, scales, _checked_zeros(zeros, is_symmetric))
 
 
-def _plain(is_int: bool, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None, *of_activations) -> Decoded:
-    """One scale for the tensor [1], or scales [out, groups]; zero points of symmetric weights are zeros."""
+def _plain(
+    is_int: bool, is_symmetric: bool, is_of_tensor: bool, weight: np.ndarray, scales: np.ndarray,
+    zeros: np.ndarray | None, *of_activations,
+) -> Decoded:  # fmt: skip
+    """Scales [out, groups]; or one for the tensor [1], if is_of_tensor."""
     codes = codes_of_8_bits(weight, is_int)
 
     def spread(x: np.ndarray) -> np.ndarray:
-        if x.size != 1 and (x.ndim != 2 or len(x) != len(weight) or not x.size):
-            raise ValueError(f"scales or zero points {x.shape} must be [1] or [{len(weight)}, groups]")
-        x = x.reshape(1, 1) if x.size == 1 else x
+        is_one = is_of_tensor and x.size == 1
+        if not is_one and (x.ndim != 2 or len(x) != len(weight) or not x.size):
+            wanted = f"{'[1] or ' if is_of_tensor else ''}[{len(weight)}, groups]"
+            raise ValueError(f"scales or zero points {x.shape} must be {wanted}")
+        x = x.reshape(1, 1) if is_one else x
         return np.broadcast_to(x, (len(weight), x.shape[1]))
 
-    zero_points = None if zeros is None else spread(zeros)
+    zero_points = None if zeros is None else _checked_zeros(spread(zeros), is_symmetric)
     if zero_points is not None and not _any_nonzero(zero_points):
         zero_points = None
     if zero_points is not None and zero_points.dtype != np.int8:
@@ -184,10 +191,16 @@ def _any_nonzero(zeros: np.ndarray) -> bool:
     return bool((zeros != 0).any())
 
 
+def _checked_zeros(zeros: np.ndarray | None, is_symmetric: bool) -> np.ndarray | None:
+    """The zero points; None for symmetric weights, with which some folders store zeros. ValueError for others."""
+    if is_symmetric and zeros is not None and _any_nonzero(zeros):
+        raise ValueError("weight_zero_point has other numbers than 0, but the config says that weights are symmetric")
+    return None if is_symmetric else zeros
+
+
 def _in_blocks(
     is_int: bool, out_block: int, in_block: int, weight: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None,
     *of_activations,
 ) -> Decoded:  # fmt: skip
-    if zeros is not None and _any_nonzero(zeros):
-        raise ValueError("weight_zero_point has other numbers than 0, but the config says that weights are symmetric")
+    _checked_zeros(zeros, is_symmetric=True)
     return of_blocks(is_int, out_block, in_block, weight, scales)

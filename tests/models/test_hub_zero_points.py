@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from tests.models.test_hub_formats import MOE, check, compressed, moe_tensors
+from jattn import models
+from tests.models.test_hub_formats import (
+    CONFIG,
+    MOE,
+    check,
+    compressed,
+    ct_packed,
+    ct_plain,
+    folder,
+    moe_tensors,
+    words,
+)
 
 RNG = np.random.default_rng(4)
 
@@ -29,3 +40,41 @@ def test_experts_of_which_one_has_zero_points_of_0(tmp_path, strategy, first):
     """With one zero point for a tensor, one expert in 255 has 0 by chance."""
     settings = compressed("int-quantized", 8, "int", strategy, symmetric=False)
     check(tmp_path / "moe", settings, asymmetric(strategy, first), "int8", MOE, moe_tensors)
+
+
+CONTRADICTED = {"words": ("pack-quantized", 4, "group", ct_packed), "bytes": ("int-quantized", 8, "channel", ct_plain)}
+
+
+@pytest.mark.parametrize("form", CONTRADICTED)
+def test_zero_points_of_weights_that_the_config_calls_symmetric_are_refused(tmp_path, form):
+    """Other programs leave them out, so that the same folder would be another model."""
+    layout, bits, strategy, pack = CONTRADICTED[form]
+    folder(tmp_path / "odd", compressed(layout, bits, "int", strategy, group_size=32), pack)
+    with pytest.raises(ValueError, match="weight_zero_point has other numbers than 0, but the config says"):
+        models.load(tmp_path / "odd")
+
+
+def test_stored_zero_points_of_0_change_nothing(tmp_path):
+    """Packed, 0 is the code 8."""
+
+    def pack(x):
+        scales = RNG.uniform(0.05, 0.1, (len(x), x.shape[1] // 32)).astype(np.float32)
+        codes = RNG.integers(0, 16, x.shape).astype(np.uint8)
+        zeros = np.full(scales.shape[::-1], 8)
+        tensors = dict(weight_packed=words(codes), weight_scale=scales, weight_shape=np.array(x.shape, np.int64))
+        exact = (codes - 8.0) * np.repeat(scales.astype(np.float64), 32, axis=1)
+        return tensors | dict(weight_zero_point=np.ascontiguousarray(words(zeros).T)), exact
+
+    params = check(tmp_path / "zeros", compressed("pack-quantized", 4, "int", "group", group_size=32), pack, "int4")
+    assert params["layers"][0]["attn"]["q"]["kernel"].zero_points is None
+
+
+@pytest.mark.parametrize("size, strategy", [(32, "group"), (-1, "channel")])
+def test_without_a_strategy_the_group_size_tells_it(size, strategy):
+    """As compressed-tensors reads it; actorder false is null."""
+    settings = compressed("pack-quantized", 4, "int", strategy, group_size=size)
+    told = models.config_of(CONFIG | dict(quantization_config=settings))
+    weights = settings["config_groups"]["group_0"]["weights"]
+    weights.pop("strategy")
+    weights["actorder"] = False
+    assert models.config_of(CONFIG | dict(quantization_config=settings)) == told
