@@ -13,6 +13,7 @@ import pytest
 import jattn
 from jattn import models
 from jattn.models import checkpoint
+from tests.models import test_hub_formats as hub
 from tests.models import textbook, tiny
 from tests.rooms import tree
 
@@ -245,3 +246,21 @@ def test_a_head_beside_tied_embeddings_must_repeat_them(tmp_path, is_equal):
     with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' differs.*tie_word_embeddings"):
         models.load(tmp_path)
     models.load(tmp_path, head=False)
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_head_beside_tied_embeddings_that_are_quantised_is_refused(tmp_path, has_head):
+    """Its floats do not repeat them."""
+    config = hub.CONFIG | dict(tie_word_embeddings=True, quantization_config=hub.AWQ)
+    made = tiny.tensors(config)
+    parts, _ = hub.awq_pack(made.pop("model.embed_tokens.weight"))
+    made |= {f"model.embed_tokens.{end}": x for end, x in parts.items()}
+    if not has_head:
+        made.pop("lm_head.weight")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    hub.save(tmp_path / "model.safetensors", made)
+    if not has_head:
+        assert models.load(tmp_path)[1]["embed"].format == "int4"
+        return
+    with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' differs.*tie_word_embeddings"):
+        models.load(tmp_path)
