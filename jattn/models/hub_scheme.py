@@ -5,7 +5,7 @@ It names the tensors that take the place of a module's `weight`, and decodes the
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 
 from jattn.models.checkpoint import largest_magnitude
 from jattn.models.placing import placed
-from jattn.models.tensor_names import OfNumbers, TensorSource, unchanged
+from jattn.models.tensor_names import TensorSource, unchanged
 from jattn.ops.quantised import FORMATS, PACKED, QuantisedArray, plain
 
 SCALES = ("float16", "bfloat16", "float32")
@@ -98,19 +98,23 @@ class Scheme:
     renamed: tuple[tuple[str, str], ...] = ()  # (a needed ending, its name in other folders)
 
     def sources(self, table: dict[str, TensorSource], stored: Container[str], dtype: Any) -> dict[str, TensorSource]:
-        """The table, with the sources of weights that the folder has in this form replaced."""
-        return {path: self._source(source, stored, dtype) for path, source in table.items()}
+        """The table, with the sources of weights that the folder has in this form replaced. Equal ones stay equal."""
+        made: dict[Any, TensorSource] = {}
+        first = lambda path, source: made.setdefault(
+            (source, _stays_packed(path)), self._source(path, source, stored, dtype)
+        )
+        return {path: first(path, source) for path, source in table.items()}
 
     def form(
-        self, source: TensorSource, shape: tuple[int, ...], stored: Container[str], read: Callable[[str], np.ndarray],
-        dtype: Any,
+        self, path: str, source: TensorSource, shape: tuple[int, ...], stored: Container[str],
+        read: Callable[[str], np.ndarray], dtype: Any,
     ) -> "QuantisedArray | jax.ShapeDtypeStruct | None":  # fmt: skip
-        """A weight of this shape as it is loaded, with shapes for arrays; None if the folder has no codes of it.
+        """The weight at a path of params as it is loaded, with shapes for arrays; None if the folder has none.
 
         read: reads a tensor by its name. The codes are not read.
         """
         names = self._names(source, stored)
-        if names is None or isinstance(source.make, OfNumbers):
+        if names is None or not _stays_packed(path):
             return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
         axis = _inputs_axis(source.make)
         of_module = lambda each: self.groups(shape[axis], *(read(x) if x in stored else None for x in each[1:]))
@@ -129,6 +133,12 @@ class Scheme:
         factor = array(1, np.float32) if groups.has_factor else None
         parts: Any = dict(values=values, scales=array(groups.number, groups.dtype), zero_points=zeros, factor=factor)
         return QuantisedArray(**parts, format=self.format, axis=axis, dtype=jax.dtypes.canonicalize_dtype(dtype))
+
+    def weight_of(self, name: str) -> str | None:
+        """The name of the weight that a tensor of this name is a part of; None if it is no part of one."""
+        ends = (*self.needed, *self.optional, *(other for _, other in self.renamed))
+        end = next((end for end in ends if name.endswith(f".{end}")), None)
+        return None if end is None else f"{name.removesuffix(end)}weight"
 
     def _names(self, source: TensorSource, stored: Container[str]) -> list[list[str]] | None:
         """The names of the tensors of each module of a weight; None if the folder has it in another form."""
@@ -152,24 +162,27 @@ class Scheme:
         others = (f"{module}.{other}" for usual, other in self.renamed if usual == end)
         return next((name for name in (f"{module}.{end}", *others) if name in stored), f"{module}.{end}")
 
-    def _source(self, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
+    def _source(self, path: str, source: TensorSource, stored: Container[str], dtype: Any) -> TensorSource:
         names = self._names(source, stored)
         if names is None:
             return source
         present = tuple(tuple(name if name in stored else None for name in each) for each in names)
         found = tuple(name for each in present for name in each if name is not None)
-        make = self._plain_weight if isinstance(source.make, OfNumbers) else self._weight
+        make = self._weight if _stays_packed(path) else self._plain_weight
         return TensorSource(found, functools.partial(make, source.make, present, dtype))
 
     def _plain_weight(self, make: Callable, names: Names, dtype: Any, *tensors) -> np.ndarray:
-        """The same dequantised, of one module."""
-        return make(np.asarray(plain(self._weight(unchanged, names, dtype, *tensors))))
+        """What `make` makes of the numbers of the modules' weights."""
+        numbers = []
+        for each, parts in _by_module(names, tensors):
+            weight = self._weight(unchanged, (each,), dtype, *(part for part in parts if part is not None))
+            numbers.append(np.asarray(plain(weight)))
+        return make(*numbers)
 
     def _weight(self, make: Callable, names: Names, dtype: Any, *tensors) -> QuantisedArray:
         """What `make` makes of the modules' weights, made of each of their arrays."""
-        left = iter(tensors)
-        of_module = lambda each: [None if name is None else next(left) for name in each]
-        modules = [self._decoded(each[0] if len(names) > 1 else None, of_module(each), dtype) for each in names]
+        own = lambda each: each[0] if len(names) > 1 else None
+        modules = [self._decoded(own(each), parts, dtype) for each, parts in _by_module(names, tensors)]
         axis = _inputs_axis(make)
         made = lambda name: placed(make(*(getattr(module, name) for module in modules)), None)
         if has_zeros := any(module.zero_points is not None for module in modules):
@@ -201,6 +214,18 @@ def check_range(weight: Decoded | QuantisedArray, format: str, dtype: Any) -> No
     scale *= 1 if weight.factor is None else largest_magnitude(np.asarray(weight.factor))
     if scale * largest > limit:
         raise ValueError(f"a scale of {scale:g} gives weights that do not fit in {np.dtype(dtype).name}")
+
+
+def _by_module(names: Names, tensors: Iterable[np.ndarray]) -> list[tuple[tuple, list[np.ndarray | None]]]:
+    """The names of each module's tensors, and these; None where one is absent."""
+    left = iter(tensors)
+    return [(each, [None if name is None else next(left) for name in each]) for each in names]
+
+
+def _stays_packed(path: str) -> bool:
+    """Is the weight at this path of params multiplied by, or a table of embeddings? Others, such as tables of positions
+    and what heads of latent attention read, are dequantised when they are read."""
+    return path.rpartition(".")[2] in ("kernel", "embed")
 
 
 def _inputs_axis(make: Callable) -> int:

@@ -17,7 +17,7 @@ from jattn.errors.arguments import check_kind, dtype_name, function, optional
 from jattn.models.checkpoint import Checkpoint, as_floats, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
-from jattn.models.hub_scheme import CACHE_SCALES, check_range
+from jattn.models.hub_scheme import CACHE_SCALES, Scheme, check_range
 from jattn.models.model_folder import FLOATS, ModelFolder, read_model_folder
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
@@ -79,6 +79,7 @@ def load(
         except ValueError as error:
             raise ValueError(f"{directory}: {error}") from None
         ignored |= _zeros(checkpoint, _names_in(table), scheme.ignored_if_zero)
+        ignored |= _parts_of_unused(checkpoint, scheme, family)
     if not head:
         config, ignored = config.without_head(), ignored | _names_in(table)
     unused = lambda name: name in ignored or name.endswith(family.unused) or name.startswith(beginnings)
@@ -101,7 +102,7 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
         if source.form is not None:
             return source.form(shape)
         try:
-            found = None if scheme is None else scheme.form(source, shape, stored, checkpoint.read, dtype)
+            found = None if scheme is None else scheme.form(path, source, shape, stored, checkpoint.read, dtype)
         except WRONG_TENSORS as error:
             raise ValueError(f"{directory}: the scales of {path} cannot be read: {error}") from error
         if found is None and (dtype_stored := checkpoint.dtype_of(tensor)).name not in FLOATS:
@@ -147,6 +148,14 @@ def _zeros(checkpoint: Checkpoint, used: set[str], endings: tuple[str, ...]) -> 
     """The names of unused tensors with these endings that hold zeros: such tensors change nothing."""
     names = [name for name in checkpoint.locations if name not in used and endings and name.endswith(endings)]
     return {name for name in names if not checkpoint.read(name).any()}
+
+
+def _parts_of_unused(checkpoint: Checkpoint, scheme: Scheme, family: Family) -> set[str]:
+    """The names of the tensors of quantised modules that the model does not need. A head that would repeat the
+    embeddings is none of them: its numbers are not compared."""
+    weight_of = {name: scheme.weight_of(name) for name in checkpoint.locations}
+    is_unused = lambda name: name is not None and name.endswith(family.unused) and not name.endswith(COPIES)
+    return {name for name, weight in weight_of.items() if is_unused(weight)}
 
 
 def _names_in(table: dict[str, TensorSource]) -> set[str]:

@@ -29,16 +29,6 @@ class TensorSource:
         return packed if packed is not None and all(name in stored for name in packed.names) else self
 
 
-@dataclasses.dataclass(frozen=True)
-class OfNumbers:
-    """A conversion whose result is never packed: a tensor that is stored quantised is dequantised first."""
-
-    make: Callable[..., np.ndarray]
-
-    def __call__(self, *tensors: np.ndarray) -> np.ndarray:
-        return self.make(*tensors)
-
-
 def unchanged(x: np.ndarray) -> np.ndarray:
     """The tensor as it is stored."""
     return x

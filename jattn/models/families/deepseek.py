@@ -36,7 +36,7 @@ from jattn.models.mlp import ACTIVATIONS, MLP
 from jattn.models.moe import MoE
 from jattn.models.residual import ResidualNorms
 from jattn.models.rope_config import MSCALES, parameters_of, rope_of
-from jattn.models.tensor_names import OfNumbers, named_tensors
+from jattn.models.tensor_names import named_tensors
 from jattn.nn import LatentConfig, Norm, Rope, YarnRopeScaling
 from jattn.nn.rope_scaling import yarn_magnitude
 
@@ -201,8 +201,8 @@ def kv_b_rows(layer: LayerConfig) -> dict[str, Any]:
 
     tensor = "self_attn.kv_b_proj.weight"
     return {
-        "attn.w_uk": (tensor, OfNumbers(lambda x: per_head(x)[:, :nope])),
-        "attn.w_uv": (tensor, OfNumbers(lambda x: per_head(x)[:, nope:].swapaxes(1, 2))),
+        "attn.w_uk": (tensor, lambda x: per_head(x)[:, :nope]),
+        "attn.w_uv": (tensor, lambda x: per_head(x)[:, nope:].swapaxes(1, 2)),
     }
 
 
