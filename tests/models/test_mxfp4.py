@@ -10,6 +10,7 @@ import pytest
 from jattn import models
 from jattn.errors import UnsupportedError
 from jattn.models.mxfp4 import mxfp4
+from tests.models import examples
 from tests.models.witness import Example
 
 pytest.importorskip("transformers", reason="the witness needs the extra 'parity'")
@@ -99,3 +100,12 @@ def test_one_block_by_hand(exponent, power):
 def test_blocks_that_are_not_mxfp4(blocks, scales, sentence):
     with pytest.raises(ValueError, match=sentence):
         mxfp4(slice(None), np.zeros(blocks, np.uint8), np.full((1, 2, 1), scales, np.uint8))
+
+
+def test_settings_that_are_not_known_are_refused():
+    """As those of every other method."""
+    known = dict(quant_method="mxfp4", modules_to_not_convert=["lm_head"], dequantize=False)
+    values = examples.DECODERS["gpt_oss"]
+    models.config_of(values | dict(quantization_config=known))
+    with pytest.raises(UnsupportedError, match="quantization_config has keys that are not used.*block_size=16"):
+        models.config_of(values | dict(quantization_config=known | dict(block_size=16)))

@@ -33,10 +33,13 @@ class Family:
     def read(self, reader: ConfigReader) -> ModelConfig:
         """The ModelConfig; an unknown key or a wrong value is an error that names it."""
         c = ConfigReader(reader.given, reader.where, self.defaults, self.aliases)
-        c.section("quantization_config")  # an object, if it is there
+        quantization = c.section("quantization_config")  # an object, if it is there
         method = method_of(c.values)
         if not isinstance(method, str) or method not in self.quant_methods:
             scheme_of(c.values, c.where)  # raises for an unknown method
+        else:
+            quantization.ignore("quant_method", "modules_to_not_convert", "dequantize")
+            quantization.refuse_unread()
         try:
             config = self.config(c)
         except ValueError as error:  # of AttentionSpec and the like, which do not know the file
