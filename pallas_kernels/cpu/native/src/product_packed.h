@@ -15,6 +15,9 @@ constexpr int kPackedVectors = 4;
 constexpr int kPackedColumns = kPackedVectors * N;
 constexpr int kPackedRows = N == 8 ? 2 : 6;  // AVX2 has 16 registers, the others 32
 
+// What code_in_place multiplies a code by.
+constexpr float code_power(int place) { return place == 7 ? 1.0f : (float)(1 << 4 * place); }
+
 // Weights of one format. A load is what a column's elements of kRows rows of `w`, `stride` bytes apart, hold: kInputs
 // inputs, of which each word of x holds kStep. unit: what a number must be multiplied by. Up to kDecodings blocks of rows
 // decode the weights themselves; of more blocks, the first one keeps a copy for the others.
@@ -45,21 +48,31 @@ struct Packed8 {
 };
 
 // Eight inputs in a word, four bits each: those of even inputs in its lower half, of odd ones in its upper half.
+//
+// With kIsInPlace a code stays where it is in its word, which makes input i's number place_power(i) times as large; x is
+// divided by it. Powers of two change no bit of a product, unless x is below 1e-30.
 template <class Format>
 struct Packed4 {
     static constexpr int kInputs = 8, kStep = 1, kBytes = 4, kRows = 1, kDecodings = N == 8 ? 1 : 2;
-    static constexpr bool kIsDeinterleaved = false;
+    static constexpr bool kIsDeinterleaved = false, kIsInPlace = kCodesInPlace && Format::kIsLinear;
     static constexpr float kUnit = Format::kUnit;
     using Raw = vw;
     using Weights = vf;
     using Numbers = Table16;
+    static constexpr int place(int input) { return input / 2 + input % 2 * 4; }
+    static constexpr float place_power(int input) { return kIsInPlace ? code_power(place(input)) : 1.0f; }
     INL Table16 numbers() { return load_table(Format::kNumbers); }
     INL void load(const char* w, int64_t, vw (&raw)[kPackedVectors]) {
 #pragma GCC unroll 4
         for (int v = 0; v < kPackedVectors; v++) raw[v] = load_words(reinterpret_cast<const uint32_t*>(w) + v * N);
     }
     template <int kInput>
-    INL vf decode(vw raw, const Table16& numbers) { return look_up<4 * (kInput / 2 + kInput % 2 * 4)>(numbers, raw); }
+    INL vf decode(vw raw, const Table16& numbers) {
+        if constexpr (kIsInPlace)
+            return sub(code_in_place<place(kInput)>(raw), set1(-Format::kNumbers[0] * place_power(kInput)));
+        else
+            return look_up<4 * place(kInput)>(numbers, raw);
+    }
     INL vf load_copy(const uint32_t* p) { return as_floats(load_words(p)); }
     INL void store_copy(uint32_t* p, vf w) { store_words(p, as_words(w)); }
     INL vf multiply_add(vf w, const uint32_t* x, vf sum) { return fma(w, as_floats(set1_word(x)), sum); }
@@ -68,10 +81,12 @@ struct Packed4 {
 struct Int4 {
     static constexpr int8_t kNumbers[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
     static constexpr float kUnit = 1.0f;
+    static constexpr bool kIsLinear = true;  // a code's number is the code plus that of code 0
 };
 struct Fp4 {  // twice the number
     static constexpr int8_t kNumbers[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
     static constexpr float kUnit = 0.5f;
+    static constexpr bool kIsLinear = false;
 };
 
 // Where a register block finds its weights and those to prefetch, and what its sums are multiplied by.
@@ -410,6 +425,20 @@ template <class W>
 struct WithFloatRows : W {
     static void pack_row(Dtype t, const char* row, int64_t inputs, uint32_t* to, int stride) {
         pack_floats(t, row, inputs, to, stride);
+    }
+};
+
+template <class Format>
+struct WithFloatRows<Packed4<Format>> : Packed4<Format> {
+    using W = Packed4<Format>;
+    static void pack_row(Dtype t, const char* row, int64_t inputs, uint32_t* to, int stride) {
+        pack_floats(t, row, inputs, to, stride);
+        if constexpr (W::kIsInPlace) {
+            float factors[W::kInputs];
+            for (int i = 0; i < W::kInputs; i++) factors[i] = 1.0f / W::place_power(i);
+            float* const x = reinterpret_cast<float*>(to);
+            for (int64_t i = 0; i < inputs; i++) x[i * stride] *= factors[i % W::kInputs];
+        }
     }
 };
 

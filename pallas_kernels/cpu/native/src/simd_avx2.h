@@ -237,6 +237,14 @@ INL vf look_up(const Table16& table, vw words) {
                             _mm256_castsi256_ps(is_high));
 }
 
+// A code of four bits at place 0 .. 7 of its word, as a float times code_power(kPlace): a look-up takes twice as long.
+constexpr bool kCodesInPlace = true;
+template <int kPlace>
+INL vf code_in_place(vw words) {
+    if constexpr (kPlace == 7) return _mm256_cvtepi32_ps(_mm256_srli_epi32(words, 28));  // the sign's place
+    return _mm256_cvtepi32_ps(_mm256_and_si256(words, _mm256_set1_epi32(15 << 4 * kPlace)));
+}
+
 INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
 INL void prefetch_far(const char* p) { _mm_prefetch(p, _MM_HINT_T1); }
 

@@ -263,6 +263,9 @@ template <int kShift>
 INL vf look_up(const Table16& table, vw words) {
     return _mm512_permutexvar_ps(_mm512_srli_epi32(words, kShift), table.numbers);
 }
+constexpr bool kCodesInPlace = false;  // look_up is as fast
+template <int kPlace>
+vf code_in_place(vw words);  // never called
 
 // Into all cache levels; into the second and third.
 INL void prefetch(const char* p) { _mm_prefetch(p, _MM_HINT_T0); }
