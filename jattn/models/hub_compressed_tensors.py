@@ -22,7 +22,7 @@ from jattn.models.hub_codes import (
     of_blocks,
     unpacked,
 )
-from jattn.models.hub_scheme import WHOLE, Decoded, Groups, Scheme
+from jattn.models.hub_scheme import WHOLE, Decoded, Groups, Scheme, Zeros
 from jattn.models.hub_settings import USE_FLOATS, check_activations, config_groups, group_size, ignore_calibration
 from jattn.ops.quantised import in_places
 
@@ -125,7 +125,8 @@ def _scheme(w: Weights, where: str) -> Scheme:
         return Scheme(format, needed, decode, functools.partial(groups_of_blocks, w.blocks[1]), optional)
     if is_plain and w.strategy in ("tensor", "channel", "group"):
         decode = functools.partial(_plain, w.kind == "int", w.is_symmetric, w.strategy == "tensor")
-        return Scheme(format, needed, decode, _plain_groups, optional, group_size=w.group_size)
+        zeros = None if w.is_symmetric else Zeros(*zero, _any_nonzero)
+        return Scheme(format, needed, decode, _plain_groups, optional, group_size=w.group_size, zeros=zeros)
     symmetry = "" if w.is_symmetric else ", with zero points,"
     seen = f"format={short(w.layout)} with {w.kind} weights of {w.bits} bits by {w.strategy}{symmetry}"
     raise UnsupportedError(

@@ -29,7 +29,7 @@ from jattn.models.hub_codes import (
 )
 from jattn.models.hub_compressed_tensors import compressed_tensors
 from jattn.models.hub_modelopt import SETTINGS, modelopt
-from jattn.models.hub_scheme import Decoded, Groups, Scheme, check_groups
+from jattn.models.hub_scheme import Decoded, Groups, Scheme, Zeros, check_groups
 from jattn.models.hub_settings import USE_FLOATS, group_size
 from jattn.ops.quantised import PACKED, PLACES, in_places
 
@@ -157,7 +157,8 @@ def gptq(c: ConfigReader) -> Scheme:
         return Groups(len(scales), scales.dtype, bool(_gptq_zeros(bits, offset, qzeros, scales.shape).any()))
 
     decode, format = functools.partial(_gptq, bits, offset), "int4" if bits == 4 else "int8"
-    return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",), size)
+    zeros = Zeros("qzeros", lambda qzeros: bool((_signed_zeros(bits, offset, qzeros) != 0).any()))
+    return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",), size, zeros=zeros)
 
 
 AUTOROUND_KEYS = (
@@ -199,7 +200,12 @@ def _gptq_zeros(bits: int, offset: int, qzeros: np.ndarray, shape: tuple[int, ..
     """int16[groups, out] zero points of signed codes. offset: added to each stored one."""
     if qzeros.ndim != 2 or len(shape) != 2 or (len(qzeros), qzeros.shape[1] * 32 // bits) != tuple(shape):
         raise ValueError(f"qzeros {qzeros.shape} does not fit scales {shape}")
-    return unpacked(bits, qzeros).reshape(shape).astype(np.int16) + offset - 2 ** (bits - 1)
+    return _signed_zeros(bits, offset, qzeros).reshape(shape)
+
+
+def _signed_zeros(bits: int, offset: int, qzeros: np.ndarray) -> np.ndarray:
+    """int16[groups, out / codes of a word, codes of a word] of the words."""
+    return unpacked(bits, qzeros).astype(np.int16) + offset - 2 ** (bits - 1)
 
 
 METHODS: dict[str, Callable[[ConfigReader], Scheme | None]] = {

@@ -80,6 +80,13 @@ class Groups(NamedTuple):
     has_factor: bool = False
 
 
+class Zeros(NamedTuple):
+    """The stored zero points of a module, which has none in a QuantisedArray if all of them are 0."""
+
+    ending: str  # one of Scheme.needed
+    has_others: Callable[[np.ndarray], bool]  # of the stored tensor: is a zero point other than 0?
+
+
 Names = tuple[tuple[str | None, ...], ...]
 """The names of the tensors of each module; None: absent."""
 
@@ -96,6 +103,7 @@ class Scheme:
     ignored_if_zero: tuple[str, ...] = ()  # endings of tensors that may be stored, but only with zeros
     group_size: int | None = None  # inputs of a group, as the config says; None: it does not
     renamed: tuple[tuple[str, str], ...] = ()  # (a needed ending, its name in other folders)
+    zeros: Zeros | None = None  # None: all modules have zero points, or none has
 
     def sources(self, table: dict[str, TensorSource], stored: Container[str], dtype: Any) -> dict[str, TensorSource]:
         """The table, with the sources of weights that the folder has in this form replaced. Equal ones stay equal."""
@@ -117,9 +125,11 @@ class Scheme:
         if names is None or not _stays_packed(path):
             return None if names is None else jax.ShapeDtypeStruct(shape, dtype)
         axis = _inputs_axis(source.make)
-        of_module = lambda each: self.groups(shape[axis], *(read(x) if x in stored else None for x in each[1:]))
-        groups = of_module(names[0])
-        has_zeros = groups.has_zero_points or any(of_module(each).has_zero_points for each in names[1:])
+        groups = self.groups(shape[axis], *(read(name) if name in stored else None for name in names[0][1:]))
+        has_zeros = groups.has_zero_points
+        if self.zeros is not None and not has_zeros:  # their scales are not read: all are a tenth of a folder in 4 bits
+            place = self.needed.index(self.zeros.ending)
+            has_zeros = any(self.zeros.has_others(read(each[place])) for each in names[1:])
         check_groups(groups.number, shape[axis], groups.dtype, self.group_size, groups.has_factor)
 
         def array(inputs: int, dtype: Any) -> jax.ShapeDtypeStruct:

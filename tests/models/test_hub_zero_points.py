@@ -1,18 +1,29 @@
 """Zero points of the quantised weights of folders: those of experts, and those that the config contradicts."""
 
+import functools
+import re
+
 import numpy as np
 import pytest
 
 from jattn import models
+from jattn.models.checkpoint import Checkpoint
+from jattn.models.load import stored_weights
 from tests.models.test_hub_formats import (
+    AWQ,
     CONFIG,
     MOE,
+    awq_pack,
     check,
     compressed,
     ct_packed,
     ct_plain,
+    drawn,
     folder,
+    fp8_pack,
+    fp8_settings,
     moe_tensors,
+    packed_4,
     words,
 )
 
@@ -78,3 +89,34 @@ def test_without_a_strategy_the_group_size_tells_it(size, strategy):
     weights.pop("strategy")
     weights["actorder"] = False
     assert models.config_of(CONFIG | dict(quantization_config=settings)) == told
+
+
+def symmetric_gptq(x):
+    codes, zeros, scales, exact = drawn(x.shape, 32)
+    return dict(qweight=words(codes).T, qzeros=words(np.full_like(zeros, 7).T), scales=scales.T), exact
+
+
+PLANNED = {
+    "awq": (AWQ, awq_pack, {"qzeros": 1}),
+    "gptq": (dict(quant_method="gptq", bits=4, group_size=32), symmetric_gptq, {"qzeros": 4}),
+    "packed": (compressed("pack-quantized", 4, "int", "group", group_size=32), lambda x: packed_4(x, 32), {}),
+    "asymmetric": (
+        compressed("int-quantized", 8, "int", "channel", symmetric=False), asymmetric("channel", 0),
+        {"weight_zero_point": 2},
+    ),
+    "fp8": (fp8_settings((32, 32)), functools.partial(fp8_pack, (32, 32)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", PLANNED)
+def test_a_plan_reads_the_scales_of_one_expert(tmp_path, method, monkeypatch):
+    """Those of all are a tenth of a folder in 4 bits. Zero points are read until one is not 0."""
+    settings, pack, zeros = PLANNED[method]
+    folder(tmp_path / "moe", settings, pack, MOE, moe_tensors)
+    seen, read = [], Checkpoint.read
+    monkeypatch.setattr(Checkpoint, "read", lambda self, name: seen.append(name) or read(self, name))
+    stored_weights(tmp_path / "moe")
+    found = [re.search(r"layers\.1\.mlp\.experts\.\d+\.gate_proj\.(.*)", name) for name in seen]
+    ends = [match[1] for match in found if match]
+    for end in set(ends):
+        assert ends.count(end) == zeros.get(end, 1), end
