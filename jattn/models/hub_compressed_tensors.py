@@ -175,7 +175,8 @@ def _plain(
         x = x.reshape(1, 1) if is_one else x
         return np.broadcast_to(x, (len(weight), x.shape[1]))
 
-    zero_points = None if zeros is None else _checked_zeros(spread(zeros), is_symmetric)
+    zeros = _checked_zeros(zeros, is_symmetric)
+    zero_points = None if zeros is None else spread(zeros)
     if zero_points is not None and not _any_nonzero(zero_points):
         zero_points = None
     if zero_points is not None and zero_points.dtype != np.int8:

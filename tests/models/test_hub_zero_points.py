@@ -80,14 +80,28 @@ def test_stored_zero_points_of_0_change_nothing(tmp_path):
     assert params["layers"][0]["attn"]["q"]["kernel"].zero_points is None
 
 
+@pytest.mark.parametrize("shape", [(), (1,), None])
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_zero_points_of_0_beside_symmetric_weights_may_have_any_shape(tmp_path, strategy, shape):
+    """They are left out, as the config says; one 0 beside a scale for each output, too."""
+
+    def pack(x):
+        scales = RNG.uniform(0.005, 0.01, (1,) if strategy == "tensor" else (len(x), 1)).astype(np.float32)
+        zeros = np.zeros((len(x), 1) if shape is None else shape, np.int8)
+        codes = np.round(x * 90).astype(np.int8)
+        return dict(weight=codes, weight_scale=scales, weight_zero_point=zeros), codes * scales.astype(np.float64)
+
+    check(tmp_path / "zeros", compressed("int-quantized", 8, "int", strategy), pack, "int8")
+
+
 @pytest.mark.parametrize("size, strategy", [(32, "group"), (-1, "channel")])
 def test_without_a_strategy_the_group_size_tells_it(size, strategy):
     """As compressed-tensors reads it; actorder false is null."""
     settings = compressed("pack-quantized", 4, "int", strategy, group_size=size)
     told = models.config_of(CONFIG | dict(quantization_config=settings))
-    weights = settings["config_groups"]["group_0"]["weights"]
-    weights.pop("strategy")
-    weights["actorder"] = False
+    group = settings["config_groups"]["group_0"]
+    group["weights"].pop("strategy")
+    group["weights"]["actorder"] = False
     assert models.config_of(CONFIG | dict(quantization_config=settings)) == told
 
 
