@@ -40,7 +40,7 @@ def check_activations(group: ConfigReader, is_fp4: bool = False) -> None:
     a.choice("strategy", STRATEGIES, "tensor")
     a.only("dynamic", True, False, "local")
     a.flag("symmetric", True)
-    a.only("actorder")
+    a.only("actorder", False)
     group_size(a)
     a.ignore("block_structure")
     ignore_calibration(a)

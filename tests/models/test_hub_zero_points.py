@@ -102,6 +102,7 @@ def test_without_a_strategy_the_group_size_tells_it(size, strategy):
     group = settings["config_groups"]["group_0"]
     group["weights"].pop("strategy")
     group["weights"]["actorder"] = False
+    group["input_activations"] = dict(num_bits=8, type="int", strategy="token", dynamic=True, actorder=False)
     assert models.config_of(CONFIG | dict(quantization_config=settings)) == told
 
 
