@@ -136,7 +136,7 @@ def test_words_of_the_library_are_decoded_to_its_codes_and_zero_points():
     codes, zeros = (rng.integers(-8, 8, shape).astype(np.int8) for shape in ((16, 64), (16, 2)))
     packed = pack_to_int32(torch.from_numpy(codes), 4).numpy()
     packed_zeros = pack_to_int32(torch.from_numpy(zeros), 4, packed_dim=0).contiguous().numpy()
-    settings = test_hub_formats.compressed("pack-quantized", 4, "int", "group", group_size=32)
+    settings = test_hub_formats.compressed("pack-quantized", 4, "int", "group", group_size=32, symmetric=False)
     scheme = METHODS["compressed-tensors"](ConfigReader(settings))
     decoded = scheme.decode(packed, np.ones((16, 2), np.float32), np.array(codes.shape), packed_zeros)
     np.testing.assert_array_equal(np.asarray(unpacked(decoded.codes, 1)).astype(int) - 8, codes)
