@@ -60,7 +60,7 @@ struct Packed4 {
     using Weights = vf;
     using Numbers = Table16;
     static constexpr int place(int input) { return input / 2 + input % 2 * 4; }
-    static constexpr float place_power(int input) { return kIsInPlace ? code_power(place(input)) : 1.0f; }
+    static constexpr float place_power(int input) { return code_power(place(input)); }
     INL Table16 numbers() { return load_table(Format::kNumbers); }
     INL void load(const char* w, int64_t, vw (&raw)[kPackedVectors]) {
 #pragma GCC unroll 4
