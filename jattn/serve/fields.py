@@ -159,7 +159,8 @@ def _read(body: dict[str, Any], fields: dict[str, readers.Reader]) -> dict[str, 
             except readers.InvalidValueError as error:
                 problems[name] = f"{name}={short(value)} must be {error}"
         elif name not in UNSUPPORTED_FIELDS:
-            problems[name] = f"the field {short(name)} is unknown: leave it out"
+            other = f"it is a field of {PATHS[name]}" if name in PATHS else "leave it out"
+            problems[name] = f"the field {short(name)} is unknown: {other}"
         elif value is not None and not any(_is_same(value, neutral) for neutral in UNSUPPORTED_FIELDS[name]):
             other = f", or use {USE_INSTEAD[name]}" if USE_INSTEAD.get(name) in fields else ""
             problems[name] = f"{name}={short(value)} is not supported: leave it out{other}"
@@ -231,6 +232,9 @@ UNSUPPORTED_FIELDS: dict[str, tuple] = dict(
     moderation=(), prompt_cache_key=(), prompt_cache_options=(), prompt_cache_retention=(),
 )  # fmt: skip
 """Fields of the interface that are not supported -> values that change nothing, which are accepted."""
+
+PATHS = dict(prompt="/v1/completions", messages="/v1/chat/completions", input="/v1/embeddings")
+"""Fields that every body of one path has, and no other."""
 
 USE_INSTEAD = dict(best_of="n", functions="tools")
 """Fields that are not supported -> fields that do much the same, where a route has them."""

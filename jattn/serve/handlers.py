@@ -106,11 +106,15 @@ class Handlers:
                 self.check_api_key(request)
         except errors.InvalidApiKeyError as invalid:
             return errors.response_of(invalid)
-        route = f"{request.method} {request.url.path}"
-        messages = {404: f"there is no {route}", 405: f"{route} is not allowed"}
+        route, headers = f"{request.method} {request.url.path:.200}", dict(error.headers or {})
+        paths = ", ".join(each.path for each in request.app.routes if isinstance(each, Route))
+        messages = {
+            404: f"there is no {route}; this server has {paths}",
+            405: f"{route} is not allowed; use {headers.get('Allow')}",
+        }
         message = messages.get(error.status_code, error.detail)
         error_body = errors.error_body(message, errors.BadRequestError.kind)
-        return errors.json_response(error_body, error.status_code, dict(error.headers or {}))
+        return errors.json_response(error_body, error.status_code, headers)
 
     def log_user(self, request: Request, user: str | None) -> None:
         """Log the body's `user` beside the request's id."""

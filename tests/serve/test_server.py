@@ -102,6 +102,7 @@ def test_leaving_a_request_that_is_not_streamed_frees_them_too(server, slow):
     ("body", "words"),
     [
         ({"prompt": "x", "temperature": -1, "top_p": 7}, "temperature=-1.*top_p=7"),
+        ({"messages": []}, "the field 'messages' is unknown: it is a field of /v1/chat/completions"),
         ({"prompt": "x", "best_off": 1}, "the field 'best_off' is unknown: leave it out"),
         ({"prompt": "x", "echo": True, "suffix": "s"}, "echo=True is not supported: leave it out; suffix='s' is not"),
         ({"prompt": "x", "best_of": 3}, "best_of=3 is not supported: leave it out, or use n$"),
