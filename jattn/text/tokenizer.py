@@ -113,11 +113,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     own = "; the folder's own code, which auto_map names, is never executed" if config.get("auto_map") else ""
     slow = [name for name in SLOW if is_there(directory / name)]
     found = f" (it has {', '.join(slow)})" if slow else ""
+    named = config.get("tokenizer_class")
+    other = "" if named is None else f", and {short(named)} of its tokenizer_config.json is not ByT5Tokenizer"
     raise FileNotFoundError(
-        f"{directory} has no tokenizer.json{found}, and its tokenizer_config.json names "
-        f"{short(config.get('tokenizer_class', 'no tokenizer_class'))}, not ByT5Tokenizer{own}; write one with "
-        "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or pass token ids to an Engine "
-        "made without a tokenizer"
+        f"{directory} has no tokenizer.json{found}{other}{own}; write one with transformers: "
+        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), or pass token ids to an engine without a "
+        "tokenizer: jattn.Engine(*jattn.models.load(folder))"
     )
 
 

@@ -102,7 +102,10 @@ def test_stop_strings_are_found_once_and_their_beginnings_held_back():
 
 
 def test_a_folder_says_which_tokenizer(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no tokenizer.json.*no tokenizer_class"):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer.json; write one .*Engine\(\*jattn.models.load"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    with pytest.raises(FileNotFoundError, match="'GPT2Tokenizer' of its tokenizer_config.json is not ByT5Tokenizer"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "ByT5Tokenizer"}))
     assert isinstance(load_tokenizer(tmp_path), ByteTokenizer)
