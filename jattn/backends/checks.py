@@ -222,7 +222,10 @@ def check_packing(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: 
     """There must be at least as many packed keys as the sum of the lengths; checked if the lengths are numpy arrays."""
     lengths = keys_of(meta, spec.attn_type).seq_lens
     if isinstance(lengths, np.ndarray) and lengths.sum() > num_keys:
-        raise ValueError(f"k has {num_keys} tokens but the requests' lengths add up to {lengths.sum()}")
+        raise ValueError(
+            f"k has {num_keys} tokens but the requests' lengths add up to {lengths.sum()}: without a cache, k and v "
+            "must have all tokens of every request; pass a cache that has the computed ones"
+        )
 
 
 def check_params(

@@ -250,7 +250,11 @@ REFUSED = {
         "layer=4 must be one of the pool's 4 layers",
     ),
     "packed without k": (lambda: packed(k=None), ValueError, "attention without a cache needs k and v"),
-    "packed k too short": (lambda: packed(k=K[:5], v=V[:5]), ValueError, "k has 5 tokens but .* lengths add up to 6"),
+    "packed k too short": (
+        lambda: packed(k=K[:5], v=V[:5]),
+        ValueError,
+        "k has 5 tokens but .* add up to 6: .* pass a cache",
+    ),
     "packed k and v differ": (
         lambda: packed(v=V[:6]),
         ValueError,
