@@ -110,10 +110,11 @@ def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
     if mesh is not None or count == 1:
         return mesh
     devices = device.devices()
+    devices_are_cpus = devices[0].platform == "cpu"
     if count > len(devices):
         raise ValueError(
             f"{told}: {count} devices are needed, and JAX has {len(devices)}"
-            + ("; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count=N" * (devices[0].platform == "cpu"))
+            + (f"; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count={count}" * devices_are_cpus)
         )
     shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())
     return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices[:count])

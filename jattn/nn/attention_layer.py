@@ -62,7 +62,8 @@ class AttentionConfig:
         norms = ("qk_norm_all_heads", "qk_norm_scale_per_head", "qk_norm_after_rope")
         flags = dict.fromkeys((*norms, "qkv_bias", "out_bias", "fused_qkv", "k_is_v", "shares_kv"), boolean)
         check_fields(
-            self, spec=kind(AttentionSpec), hidden_size=integer(1), rope=optional(kind(Rope)),
+            self, spec=kind(AttentionSpec), hidden_size=integer(1),
+            rope=optional(kind(Rope, way_out="make one with jattn.nn.Rope(dim=...)")),
             qk_norm=optional(kind(Norm)), v_norm=optional(kind(Norm)), clip_qkv=optional(number(above=0)), **flags,
             alibi_slopes=optional(sequence_of(number())), temperature_tuning=optional(check_temperature_tuning),
             temperature_tuning_offset=integer(0), max_distance=optional(integer(0)),

@@ -232,6 +232,7 @@ def test_a_linen_module_of_the_wrong_kind_says_so_when_it_is_used(message, bad):
     ("message", "bad"),
     [
         ("rngs must be Rngs, got int; e.g. nnx.Rngs", dict(rngs=0)),
+        ("rope must be Rope, got int; make one with jattn.nn.Rope", dict(rope=8)),
         ("param_dtype='bf' is not a dtype", dict(param_dtype="bf")),
         ("param_dtype=.*int32.* must be one of", dict(param_dtype=jnp.int32)),
         ("use_qq_bias=True: this layer has no qq_bias", dict(spec=dataclasses.replace(SPEC, use_qq_bias=True))),
