@@ -18,6 +18,9 @@ Written by `docs/generate.py` from the signatures and from the command line's ow
 `jattn.Engine(config, params, ...)` takes the arguments below. `jattn.Engine.from_pretrained(directory, ...)` reads
 `config`, `params`, `tokenizer` and `chat_template` from a folder and takes all the others.
 """
+FOLDER = """
+`from_pretrained` alone takes:
+"""
 SAMPLING = """
 ## SamplingParams
 
@@ -34,7 +37,12 @@ _DEFAULT = re.compile(r"\(default: ([^);]*)(?:; ([^)]*))?\)|^default: ([^;]*)(?:
 
 def arguments_page() -> str:
     """The page as Markdown. Raises where an argument of the engine or of sampling has no description."""
-    parts = [HEAD, *_described(jattn.Engine), SAMPLING, *_described(jattn.SamplingParams), COMMANDS]
+    of_engine = source.arguments(jattn.Engine)
+    others = {"cls", "**options", *(field.name for field in of_engine)}
+    of_folder = [field for field in source.arguments(jattn.Engine.from_pretrained) if field.name not in others]
+    engine, folder = _described("Engine", of_engine), _described("Engine.from_pretrained", of_folder)
+    sampling = _described("SamplingParams", source.arguments(jattn.SamplingParams))
+    parts = [HEAD, *engine, FOLDER, *folder, SAMPLING, *sampling, COMMANDS]
     seen: dict[str, str] = {}  # table: the first command that has it
     for name, parser in _commands(make_parser()):
         parts += [f"### {name}", "", f"{_sentence(parser)}", ""]
@@ -48,10 +56,9 @@ def arguments_page() -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _described(thing: type) -> list[str]:
-    fields = source.arguments(thing)
+def _described(name: str, fields: list[source.Argument]) -> list[str]:
     if bare := [field.name for field in fields if not field.comment]:
-        raise ValueError(f"{thing.__name__}: write a comment beside {', '.join(bare)}, for docs/arguments.md")
+        raise ValueError(f"{name}: write a comment beside {', '.join(bare)}, for docs/arguments.md")
     return reference.argument_table(fields)
 
 

@@ -131,23 +131,18 @@ class Engine:
     @classmethod
     def from_pretrained(
         cls,
-        directory: str | Path,
+        directory: str | Path,  # a Hugging Face folder: config.json, *.safetensors, tokenizer.json
         *,
-        progress: Callable[[int, int, str], None] | None = None,
-        tensor_parallel: int = 1,
-        data_parallel: int = 1,
-        decode_context_parallel: int = 1,
-        mesh: Mesh | None = None,
-        quantization: str | None = None,
-        expert_parallel: bool = False,
-        **options,
+        progress: Callable[[int, int, str], None] | None = None,  # called before each weight: (done, total, name)
+        tensor_parallel: int = 1,  # devices over which the model is distributed; `mesh` chooses them
+        data_parallel: int = 1,  # copies of the model, each with its own requests and cache
+        decode_context_parallel: int = 1,  # times as many devices, which share the keys of each request
+        mesh: Mesh | None = None,  # see Engine
+        quantization: str | None = None,  # "int8", "int4" or "fp8": of large weights as they are read; None: as stored
+        expert_parallel: bool = False,  # see Engine
+        **options,  # of Engine
     ) -> "Engine":
-        """An engine for a Hugging Face folder: config.json, *.safetensors, tokenizer.json, tokenizer_config.json.
-
-        progress(done, total, name) is called before each weight is read. tensor_parallel: distribute the model over so
-        many of JAX's devices; `mesh` chooses them. decode_context_parallel: times so many, which share the keys of each
-        request. data_parallel: so many copies of all this, each for requests of its own.
-        quantization: "int8", "int4" or "fp8" quantises the weights as they are read. options: of Engine.
+        """An engine for a Hugging Face folder.
 
         With a mesh, threads read the mapped files and each weight goes straight into its parts: no device holds more
         than its part, and the host holds at most one weight of each thread besides.

@@ -46,13 +46,15 @@ def test_groups_are_the_comments_of_the_contents_page(website):
 def test_every_argument_of_the_engine_and_of_sampling_is_on_the_page(website):
     page = website("arguments").arguments_page()
     for section in (jattn.Engine, jattn.SamplingParams):
-        table = page.split(f"## {section.__name__}\n")[1].split("\n## ")[0]
+        table = page.split(f"## {section.__name__}\n")[1].split("\n## ")[0].split("\n`from_pretrained`")[0]
         rows = dict(re.findall(r"^\| `(\w+)` \|.*\| ([^|]+) \| [^|]+ \|$", table, re.MULTILINE))
         wanted = inspect.signature(section).parameters
         assert list(rows) == list(wanted)
         for name, parameter in wanted.items():
             told = "required" if parameter.default is inspect.Parameter.empty else f"`{parameter.default!r}`"
             assert rows[name] == told
+    names = set(inspect.signature(jattn.Engine.from_pretrained).parameters) - {"options"}
+    assert all(f"\n| `{name}` |" in page for name in names)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=tree.relative)
