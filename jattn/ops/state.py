@@ -114,8 +114,3 @@ def with_sinks(state: AttentionState, sinks: jax.Array) -> AttentionState:
 def log2_lse_to_ln(lse: jax.Array) -> jax.Array:
     """An lse in base 2 as a natural log: x * ln 2; -inf remains -inf."""
     return lse.astype(jnp.float32) * math.log(2.0)
-
-
-def head_major_to_token_major(lse: jax.Array) -> jax.Array:
-    """vLLM's lse [H T] as [T H]."""
-    return jnp.swapaxes(lse, -1, -2)
