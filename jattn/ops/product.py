@@ -1,7 +1,7 @@
 """Rows times weight matrices, by the first implementation of this platform that supports the operands.
 
-A new one is an `Implementation` in IMPLEMENTATIONS; nothing else names them. The last one, XLA's dot, supports all: it
-dequantises quantised matrices first.
+A new one is an `Implementation` in IMPLEMENTATIONS. The last one, XLA's dot, supports all: it dequantises quantised
+matrices first. Before these, `products` and `gated_product` ask jattn.ops.many_rows for plain matrices on Hopper.
 """
 
 import dataclasses
@@ -284,8 +284,8 @@ def _gpu_packed(x: jax.Array, kernels: tuple[QuantisedArray, ...], transposed: b
     assert config is not None and not transposed
     matrices = tuple(kernel.arrays for kernel in kernels)
     is_wgmma = isinstance(config, packed_wgmma_config.PackedWgmmaConfig)
-    kernel = packed_wgmma_sm90.packed_product_wgmma if is_wgmma else packed_product_sm90.packed_product
-    return jax.custom_batching.sequential_vmap(lambda x, matrices: kernel(x, matrices, config))(x, matrices)
+    multiply = packed_wgmma_sm90.packed_product_wgmma if is_wgmma else packed_product_sm90.packed_product
+    return jax.custom_batching.sequential_vmap(lambda x, matrices: multiply(x, matrices, config))(x, matrices)
 
 
 @_gpu_packed.defjvp
