@@ -24,7 +24,7 @@ The ranked list, for any batch:
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 Its waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
 at 2 us each. With config.moves_padding CTAs without a part of the line have them first, else they are given out in
-snake order. XLA makes few kernels of it. A cut within a unit of few keys (see WHOLE_KEYS), or of any number with
+snake order. XLA makes few kernels of it. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with
 config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
 unit.
 
@@ -81,7 +81,7 @@ share. The tiles of one head then pass over its keys at the same time, so that t
 shares of the line, each CTA begins at another key."""
 CUTS_KEYS = 256
 """CUTS_COST in keys, for a flat list: a merge and a second piece take as long as these."""
-WHOLE_KEYS = 512
+FLAT_WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
 ANY_POSITION = 2**30  # more than any length
@@ -275,7 +275,7 @@ def _cut_line(nblk, ghosts: int, config):
     inside = point[:, 0] - first
     quotient, remainder = _divmod(inside, each)
     enough = total * 2 >= ctas * each
-    whole = each * config.block_kv <= jnp.where(enough, 2 * WHOLE_KEYS, WHOLE_KEYS)
+    whole = each * config.block_kv <= jnp.where(enough, 2 * FLAT_WHOLE_KEYS, FLAT_WHOLE_KEYS)
     unit = found * heads + quotient
     units = jnp.sum(nblk > 0, dtype=jnp.int32) * heads
     most = cdiv(units, ctas) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv

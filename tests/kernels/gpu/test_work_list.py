@@ -179,9 +179,9 @@ def test_a_flat_list_does_every_block_once_and_evenly(name):
     config, *rest, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
     check_once(config, *rest, info, cta, join)
     load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(ctas)]
-    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * wl.WHOLE_KEYS]
+    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * wl.FLAT_WHOLE_KEYS]
     assert max(load) - np.mean(load) <= 1 + max(whole, default=0)
-    if not any(seq <= 2 * wl.WHOLE_KEYS for _, seq in batch):
+    if not any(seq <= 2 * wl.FLAT_WHOLE_KEYS for _, seq in batch):
         assert max(load) - min(load) <= 1
     trailing = len(batch) - 1 - max((r for r, (q, _) in enumerate(batch) if q), default=-1)
     units = (len(info) - trailing) * config.num_kv_heads
