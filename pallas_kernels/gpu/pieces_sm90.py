@@ -183,6 +183,7 @@ def count_blocks(cfg: GpuKernelConfig, piece: Piece, before: tuple) -> tuple:
 
 
 def count_pieces(cta, me):
+    """The pieces of row `me` of the work list: units of whole waves, then u0 (from block b0) .. u1 (up to block b1)."""
     waves, u0, _, u1, b1 = (cta[me, i] for i in range(5))
     return waves + (u1 - u0) + as_number(b1 > 0)
 
@@ -327,8 +328,9 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
 def each_copy(pages: tuple, copy):
     """copy(p, pages[p]) for each page of a tile, begun by warp p % WARPS of this warpgroup.
 
-    A copy that a whole warpgroup begins costs a barrier of its threads and an arrival of each warp: of eight copies for
-    keys and eight for values about as many instructions as the softmax of their block. Fewer than WARPS are begun so.
+    A copy that the whole warpgroup begins costs a barrier of its threads and an arrival of each warp: with eight copies
+    of keys and eight of values 560 instructions of each warp, more than the softmax of their block, instead of 186. If
+    WARPS does not divide the number of pages, as of one or two, the whole warpgroup begins each copy all the same.
     """
     if len(pages) % WARPS:
         for p, page in enumerate(pages):
