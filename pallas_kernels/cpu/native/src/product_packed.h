@@ -15,11 +15,11 @@ constexpr int kPackedVectors = 4;
 constexpr int kPackedColumns = kPackedVectors * N;
 constexpr int kPackedRows = N == 8 ? 2 : 6;  // AVX2 has 16 registers, the others 32
 
-// What code_in_place multiplies a code by.
+// What code_in_place multiplies a code by. It shifts a code at place 7 down, whose highest bit would be a sign.
 constexpr float code_power(int place) { return place == 7 ? 1.0f : (float)(1 << 4 * place); }
 
 // Weights of one format. A load is what a column's elements of kRows rows of `w`, `stride` bytes apart, hold: kInputs
-// inputs, of which each word of x holds kStep. unit: what a number must be multiplied by. Up to kDecodings blocks of rows
+// inputs, of which each word of x holds kStep. kUnit: what a number must be multiplied by. Up to kDecodings blocks of rows
 // decode the weights themselves; of more blocks, the first one keeps a copy for the others.
 template <Dtype T>
 struct Packed8 {
@@ -50,7 +50,7 @@ struct Packed8 {
 // Eight inputs in a word, four bits each: those of even inputs in its lower half, of odd ones in its upper half.
 //
 // With kIsInPlace a code stays where it is in its word, which makes input i's number place_power(i) times as large; x is
-// divided by it. Powers of two change no bit of a product, unless x is below 1e-30.
+// divided by it. Powers of two change no bit of a product, unless x / 2^24 is subnormal (x below 2e-31).
 template <class Format>
 struct Packed4 {
     static constexpr int kInputs = 8, kStep = 1, kBytes = 4, kRows = 1, kDecodings = N == 8 ? 1 : 2;
@@ -395,7 +395,7 @@ static void multiply_packed_transposed_item(const ProductArgs& args, const Produ
         const char* w[kDotColumns];  // beyond the last one, the last one again
         const float* x[kDotRows];
         for (int c = 0; c < kDotColumns; c++) w[c] = matrix.w + (column + std::min(c, columns - 1)) * inputs;
-        float scales[4] = {};
+        float scales[kDotColumns] = {};
         for (int c = 0; c < columns; c++) {
             const vf scale = args.scale_dtype == Dtype::f32    ? load_float<Dtype::f32>(matrix.scales, column + c, 1)
                              : args.scale_dtype == Dtype::bf16 ? load_float<Dtype::bf16>(matrix.scales, column + c, 1)
@@ -421,6 +421,7 @@ static void multiply_packed_transposed_item(const ProductArgs& args, const Produ
     }
 }
 
+// Weights that are multiplied by rows of float32.
 template <class W>
 struct WithFloatRows : W {
     static void pack_row(Dtype t, const char* row, int64_t inputs, uint32_t* to, int stride) {

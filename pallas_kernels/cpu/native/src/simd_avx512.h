@@ -263,7 +263,7 @@ template <int kShift>
 INL vf look_up(const Table16& table, vw words) {
     return _mm512_permutexvar_ps(_mm512_srli_epi32(words, kShift), table.numbers);
 }
-constexpr bool kCodesInPlace = false;  // look_up is as fast
+constexpr bool kCodesInPlace = false;  // look_up takes one permutation
 template <int kPlace>
 vf code_in_place(vw words);  // never called
 

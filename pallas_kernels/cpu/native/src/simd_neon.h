@@ -219,7 +219,7 @@ INL vf look_up(const Table16& table, vw words) {
     const int32x4_t found = vreinterpretq_s32_s8(vqtbl1q_s8(table.numbers, index));
     return vcvtq_f32_s32(vshrq_n_s32(vshlq_n_s32(found, 24), 24));
 }
-constexpr bool kCodesInPlace = false;  // look_up is as fast
+constexpr bool kCodesInPlace = false;  // look_up takes one permutation
 template <int kPlace>
 vf code_in_place(vw words);  // never called
 
