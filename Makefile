@@ -133,7 +133,7 @@ endef
 
 $(DEMO): EXTRAS := models
 $(DEMO): PACKAGES := JAX and Flax (15 s)
-$(DEMO): ABOUT := about 35 s if the C++ kernels must be compiled, else 15 s
+$(DEMO): ABOUT := about 70 s if the C++ kernels must be compiled, else half a minute
 $(DEMO): pyproject.toml
 	$(install)
 

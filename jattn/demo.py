@@ -39,7 +39,7 @@ def run() -> int:
         print(f"  request {number}: {query_len} new of {seq_len} tokens; pages of {BLOCK_SIZE} tokens: {pages}")
     print("Each result is compared with plain attention in float64, computed by numpy without pages.")
     if jax.default_backend() == "cpu":
-        print("C++ kernels that were never built on this machine are compiled first, which takes about 20 s.")
+        print("C++ kernels that were never built on this machine are compiled first, which takes about 40 s.")
     print(flush=True)
     rows, wrong = [("backend", "max error", "ms", "result")], 0
     for report in jattn.explain(SPEC, CACHE):
