@@ -218,8 +218,10 @@ class Scheme:
 
 
 def check_range(weight: Decoded | QuantisedArray, format: str, dtype: Any) -> None:
-    """ValueError if the largest code with the largest scale and factor does not fit in the weight's dtype."""
-    largest = FORMATS[format].largest * (1 if weight.zero_points is None else 2)
+    """ValueError if the code farthest from 0, with the largest scale and factor, does not fit in the weight's dtype."""
+    highest = FORMATS[format].largest
+    largest = {"int4": 8, "int8": 128}.get(format, highest)  # the lowest integer is farther from 0 than the highest
+    largest += 0 if weight.zero_points is None else highest
     scale, limit = largest_magnitude(np.asarray(weight.scales)), float(jnp.finfo(dtype).max)
     scale *= 1 if weight.factor is None else largest_magnitude(np.asarray(weight.factor))
     if scale * largest > limit:

@@ -9,6 +9,7 @@ import pytest
 from jattn import models
 from jattn.errors import UnsupportedError
 from jattn.models.checkpoint import Checkpoint
+from jattn.models.hub_scheme import Decoded, check_range
 from jattn.models.load import stored_weights
 from jattn.ops.quantised import QuantisedArray
 from tests.models import tiny
@@ -246,6 +247,19 @@ def test_scales_with_which_weights_do_not_fit_in_their_dtype_are_refused(tmp_pat
     models.load(tmp_path / "w8a8", dtype="bfloat16")
     with pytest.raises(ValueError, match="layers.0.*a scale of 200 gives weights that do not fit in float16"):
         models.load(tmp_path / "w8a8", dtype="float16")
+
+
+@pytest.mark.parametrize(
+    ("format", "lowest", "zero_point", "scale"),
+    [("int4", -8, None, 8500), ("int8", -128, None, 513), ("int4", -8, 7, 4500), ("int8", -128, 127, 257.5)],
+)
+def test_the_lowest_code_must_fit_in_the_dtype_too(format, lowest, zero_point, scale):
+    """It is farther from 0 than the highest one, 7 or 127."""
+    zeros = None if zero_point is None else np.array([[zero_point]], np.int8)
+    weight = Decoded(np.zeros((1, 8), np.int8), np.array([[scale]], np.float32), zeros)
+    assert (lowest - (zero_point or 0)) * scale < -float(np.finfo(np.float16).max)
+    with pytest.raises(ValueError, match="gives weights that do not fit in float16"):
+        check_range(weight, format, "float16")
 
 
 @pytest.mark.parametrize("stored", ["float32", "float64"])
