@@ -10,6 +10,7 @@ from jax.core import Tracer
 
 from jattn.errors.arguments import (
     as_array,
+    asked,
     boolean,
     check_fields,
     dtype_name,
@@ -234,7 +235,7 @@ def _check_together(spec: AttentionSpec) -> None:
     )
     for name, needed, has_it in wanted:
         if getattr(spec, name) and not has_it:
-            raise ValueError(f"{name}={getattr(spec, name)} needs {needed}; got {spec}")
+            raise ValueError(f"{name}={getattr(spec, name)} needs {needed}; got {asked(spec)}")
 
 
 def _attention_type(value) -> AttentionType:

@@ -14,7 +14,7 @@ from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetada
 from jattn.cache import KVCacheSpec
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import dtype_name, kind, optional, sequence_of, short, takes
+from jattn.errors.arguments import asked, dtype_name, kind, optional, sequence_of, short, takes
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionSpec
@@ -236,8 +236,9 @@ def resolve(
     subject = "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
     hint = f" (supported by {', '.join(able)})" if able else ""
     queries = f", queries and keys of {', '.join(dtypes)}" if dtypes else ""
+    cache = "without a cache" if cache_spec is None else f"over {asked(cache_spec)}"
     raise UnsupportedError(
-        f"{subject} this layer{hint}: {spec} over {cache_spec}{queries}",
+        f"{subject} this layer{hint}: {asked(spec)} {cache}{queries}",
         {report.name: report.reasons for report in reports if not report.supported},
     )
 

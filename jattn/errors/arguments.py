@@ -5,6 +5,7 @@ numpy.bool_ a bool), or raises. It checks types, shapes and dtypes; values only 
 jit. A call of a rule takes about a microsecond.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -305,3 +306,10 @@ def short(value: Any, most: int = 60) -> str:
     except ValueError:  # an int of thousands of digits
         return type(value).__name__
     return words if len(words) <= most else f"{words[: most - 3]}..."
+
+
+def asked(spec: Any) -> str:
+    """A dataclass in an error message: the fields that differ from their defaults."""
+    values = ((field, getattr(spec, field.name)) for field in dataclasses.fields(spec))
+    words = (f"{field.name}={short(value)}" for field, value in values if value != field.default)
+    return f"{type(spec).__name__}({', '.join(words)})"

@@ -152,6 +152,8 @@ def test_a_named_backend_that_cannot_lists_everybodys_reasons_and_who_could(regi
         "logits soft cap not supported: logits_soft_cap=2.0",
     )
     assert all(reason in str(refused.value) for reason in refused.value.reasons["toy"])
+    first = str(refused.value).split("\n")[0]
+    assert "has_sinks=True" in first and "has_alibi" not in first, "what differs from the defaults, and no more"
 
 
 def test_what_nobody_can_lists_every_backend():
