@@ -34,7 +34,7 @@ SOURCES = (".py", ".json", ".cc", ".h")
 """The files of jattn and pallas_kernels that a program may depend on."""
 
 ABOVE = ("__main__.py", "cli", "serve", "demo", "demo.py", "embedded")
-"""The rooms above the engine, which it cannot import."""
+"""The packages and modules above the engine, which it cannot import."""
 
 CODE = ("jattn", "pallas_kernels", "jax", "jaxlib", "numpy", "ml_dtypes", "builtins")
 """Packages whose code is in the key: the first two by their files, the others by their versions."""
