@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn.errors.arguments import short
+from jattn.errors.arguments import check_kind, short
 from jattn.models.files import is_there, read_json, read_text
 from jattn.text.renderer import render
 from jattn.text.special import read_special_tokens
@@ -111,6 +111,8 @@ def chat_prompt(
 
     The template writes the special tokens, so the tokenizer adds none: a second BOS would change the model's output.
     """
+    no_template = "an engine's chat_template is None if its folder has none: pass ChatTemplate(text of a template)"
+    check_kind("template", template, ChatTemplate, no_template)
     return tokenizer.encode(template.render(messages, **options), add_special_tokens=False)
 
 

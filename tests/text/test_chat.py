@@ -275,6 +275,8 @@ class Marked(ByteTokenizer):
 
 def test_the_tokens_of_a_chat_are_those_that_the_template_writes():
     assert chat_prompt(Marked(), ChatTemplate("{{ messages[0].content }}"), HELLO) == ByteTokenizer().encode("a<b")
+    with pytest.raises(TypeError, match="template must be ChatTemplate, got NoneType; .* if its folder has none"):
+        chat_prompt(ByteTokenizer(), None, HELLO)
     assert Marked().encode("a")[0] == 1
 
 
