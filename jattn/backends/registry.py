@@ -236,11 +236,15 @@ def resolve(
     subject = "no backend supports" if backend == "auto" else f"backend {backend!r} does not support"
     hint = f" (supported by {', '.join(able)})" if able else ""
     queries = f", queries and keys of {', '.join(dtypes)}" if dtypes else ""
-    cache = "without a cache" if cache_spec is None else f"over {asked(cache_spec)}"
     raise UnsupportedError(
-        f"{subject} this layer{hint}: {asked(spec)} {cache}{queries}",
+        f"{subject} this layer{hint}: {layer_text(spec, cache_spec)}{queries}",
         {report.name: report.reasons for report in reports if not report.supported},
     )
+
+
+def layer_text(spec, cache_spec: KVCacheSpec | None) -> str:
+    """A layer in an error message."""
+    return f"{asked(spec)} {'without a cache' if cache_spec is None else f'over {asked(cache_spec)}'}"
 
 
 def _reports(spec, cache_spec, chip: Chip, needs: tuple[Feature, ...], dtypes: tuple[str, ...]) -> Explanation:

@@ -190,7 +190,7 @@ def _choose(half: str, name: str | None, spec, cache_spec, chip: Chip, needs, dt
         if supporting:
             return supporting[0]
     raise UnsupportedError(
-        f"no backend supports the {half} half of this batch: {spec} over {cache_spec}",
+        f"no backend supports the {half} half of this batch: {registry.layer_text(spec, cache_spec)}",
         {registry.name_of(backend): reasons for backend, reasons in refusals.items()},
     )
 

@@ -160,6 +160,8 @@ def test_what_nobody_can_lists_every_backend():
     with pytest.raises(UnsupportedError, match="no backend supports this layer") as refused:
         backends.resolve(SPEC, CACHE, platform="cpu", needs=(Feature.KV_CONNECTOR,))
     assert tuple(refused.value.reasons) == backends.list_backends()
+    with pytest.raises(UnsupportedError, match=r"this layer: AttentionSpec\(.*\) without a cache"):
+        backends.resolve(SPEC, None, platform="cpu", needs=(Feature.KV_CONNECTOR,))
     for reasons in refused.value.reasons.values():  # split has the reasons of each half
         assert any("KV connector not supported: the caller asks for it" in reason for reason in reasons)
 
