@@ -17,3 +17,8 @@ def as_number(condition: jax.Array) -> jax.Array:
 def when(condition: jax.Array):
     """Decorator: run the function, which takes no arguments and returns nothing, if the traced condition holds."""
     return lambda function: lax.switch(as_number(condition), [lambda: None, function])
+
+
+def when_in_warp(condition: jax.Array):
+    """`when` inside plgpu.warp_map, where lax.switch does not lower: a loop of no turn or one."""
+    return lambda function: lax.fori_loop(0, as_number(condition), lambda _, __: function(), None)

@@ -21,7 +21,7 @@ from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
-from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, count_pieces, each_copy, piece_from_list
+from pallas_kernels.gpu.pieces_sm90 import HEAD, WARPS, Piece, count_pieces, piece_from_list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +83,7 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
                     source = pool.at[page_id, pl.ds(offset, width), pl.ds(column, columns)]
                     plgpu.copy_gmem_to_smem(source, tile.at[pl.ds(p * width, width)], full)
 
-                each_copy(pages, copy)
+                _each_copy(pages, copy)
 
             for part in order_of_parts(cfg):
                 barrier = barrier_of(cfg, stage, part)
@@ -106,6 +106,22 @@ def load_latents(cfg: MlaKernelConfig, refs: MlaRefs):
                 _empty_part(cfg, refs, number, part)
 
         lax.fori_loop(jnp.maximum(total - cfg.loaded_stages, 0), total, decode_block, None)
+
+
+def _each_copy(pages: tuple, copy):
+    """copy(p, pages[p]) for each page of a part, begun by warp p % WARPS of this warpgroup; fewer than WARPS by all."""
+    if len(pages) % WARPS:
+        for p, page in enumerate(pages):
+            copy(p, page)
+        return
+
+    @plgpu.warp_map
+    def _(warp):
+        for first in range(0, len(pages), WARPS):
+            page = pages[first]
+            for other in range(1, WARPS):
+                page = jnp.where(warp == other, pages[first + other], page)
+            copy(first + warp, page)
 
 
 def _targets(cfg: MlaKernelConfig, refs: MlaRefs):

@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import work_list as wl
-from pallas_kernels.gpu.branch import as_number, when
+from pallas_kernels.gpu.branch import as_number, when, when_in_warp
 from pallas_kernels.gpu.config import PIECE_BOXES, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.ptx_sm90 import put_numbers
 from pallas_kernels.gpu.stored_tiles_sm90 import StoredTile, convert
@@ -258,7 +258,12 @@ def receive_piece(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
 
 
 def load_pages(cfg: GpuKernelConfig, refs: Refs):
-    """A memory warpgroup: fetches the pages of each block of its pipeline, which go to its stages in turn."""
+    """A memory warpgroup: fetches the pages of each block of its pipeline, which go to its stages in turn.
+
+    Of a block's copies, those of keys and then those of values, warp w begins numbers w, w + WARPS and so on. It waits
+    only for the stages to which it copies. Begun by a whole warpgroup, a copy would cost a barrier of its threads and
+    an arrival of each warp: of eight copies for keys and eight for values as many instructions as their softmax.
+    """
     page, block, width = cfg.page_size, cfg.block_kv, cfg.copied_keys
     copies, even = block // width, block % page == 0  # even: a block consists of whole pages
 
@@ -269,13 +274,14 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
     def load_piece(j, carry):
         before, released, after_narrow = carry
         piece = piece_from_list(cfg, refs, j)
-        released = send_piece(cfg, refs, piece, j, released)
+        if cfg.loads_queries:
+            released = send_piece(cfg, refs, piece, j, released)
         narrow = in_narrow_ring(cfg, piece) if cfg.two_rings else after_narrow
         if cfg.two_rings:
             released = await_released(cfg, refs, released, jnp.where(narrow & ~after_narrow, j, 0))
         first = lax.div(piece[wl.KSTART], jnp.int32(page))
         last = jnp.maximum(lax.div(piece[wl.KSTOP] - 1, jnp.int32(page)), first)
-        block_of, req, head = piece.blocks(cfg), piece[wl.REQ], piece[HEAD]
+        block_of, req, head, count = piece.blocks(cfg), piece[wl.REQ], piece[HEAD], piece.count
 
         def column(i, p):
             key = block_of(i) * block
@@ -283,17 +289,18 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                 return lax.div(key, jnp.int32(page)) + p
             return lax.div(key + p * width, jnp.int32(page))
 
-        def page_ids(i):
-            return tuple(refs.block_table[req, jnp.clip(column(i, p), first, last)] for p in range(copies))
+        def load_blocks(begin, end, warp):
+            of_keys, of_values = (OwnCopies(copies, warp, tile) for tile in range(2))
 
-        def load_block(i, carry):
-            before, pages = carry
-            next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
+            def page_ids(i):
+                at = lambda p: jnp.minimum(jnp.maximum(column(i, p), first), last)
+                return tuple(refs.block_table[req, at(p)] for p in of_keys.numbers)
 
-            def fill(pool, tile, full, free, block_number=before[0]):
-                slot = place_in_ring(cfg, refs, block_number, tile.shape[0])
+            def fill(own, i, pages, before, pool, tile, full, free):
+                number = before + i
+                slot = place_in_ring(cfg, refs, number, tile.shape[0])
 
-                @when(block_number >= tile.shape[0] // cfg.pipelines)
+                @when_in_warp((number >= tile.shape[0] // cfg.pipelines) & own.has_one)
                 def _():
                     plgpu.barrier_wait(free.at[slot])
 
@@ -302,48 +309,74 @@ def load_pages(cfg: GpuKernelConfig, refs: Refs):
                     offset = 0 if width == page else lax.rem(block_of(i) * block + p * width, jnp.int32(page))
                     plgpu.copy_gmem_to_smem(source(pool, page_id, head, offset), target, full.at[slot])
 
-                each_copy(pages, copy)
+                own.each(pages, copy)
 
-            def fill_stored():
-                fill(refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free)
-                fill(refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free)
+            def fill_ring(before, keys, values, begin, end, pages):
+                def fill_block(i, pages):
+                    next_pages = page_ids(i + 1)  # loaded while this block waits for its stage
+                    fill(of_keys, i, pages, before, *keys)
+                    fill(of_values, i, pages, before, *values)
+                    return next_pages
 
-            def fill_narrow():
-                fill(refs.k, refs.k_narrow, refs.k_narrow_full, refs.k_narrow_free, before[1])
-                fill(refs.v, refs.v_narrow, refs.v_narrow_full, refs.v_narrow_free, before[1])
+                return lax.fori_loop(begin, end, fill_block, pages)
 
-            if not cfg.two_rings:
-                fill_stored()
-                return (before[0] + 1,), next_pages
-            lax.cond(narrow, fill_narrow, fill_stored)
-            return (before[0] + 1 - as_number(narrow), before[1] + as_number(narrow)), next_pages
+            pages = page_ids(begin)
+            if cfg.two_rings:
+                keys = refs.k, refs.k_narrow, refs.k_narrow_full, refs.k_narrow_free
+                values = refs.v, refs.v_narrow, refs.v_narrow_full, refs.v_narrow_free
+                other = jnp.where(narrow, end, begin)
+                pages = fill_ring(before[1], keys, values, begin, other, pages)
+                begin = other
+            keys = refs.k, refs.k_stored, refs.k_stored_full, refs.k_stored_free
+            values = refs.v, refs.v_stored, refs.v_stored_full, refs.v_stored_free
+            fill_ring(before[0], keys, values, begin, end, pages)
 
-        before, _ = lax.fori_loop(0, piece.count, load_block, (before, page_ids(0)))
-        return before, released, narrow
+        load = lambda begin, end: plgpu.warp_map(functools.partial(load_blocks, begin, end))
+        if cfg.loads_queries:
+            load(0, count)
+        else:  # the first block is on its way while the queries are waited for
+            load(0, jnp.minimum(count, 1))
+            released = send_piece(cfg, refs, piece, j, released)
+            load(1, count)
+        return count_blocks(cfg, piece, before), released, narrow
 
     start = (no_blocks(cfg), jnp.int32(0), jnp.bool_(True)) if cfg.two_rings else (no_blocks(cfg), jnp.int32(0), None)
     lax.fori_loop(0, count_pieces(refs.cta, worker(cfg, refs)), load_piece, start)
 
 
-def each_copy(pages: tuple, copy):
-    """copy(p, pages[p]) for each page of a tile, begun by warp p % WARPS of this warpgroup.
+@dataclasses.dataclass(frozen=True)
+class OwnCopies:
+    """Of the `count` copies of a tile, those that a warp begins: warp, warp + WARPS and so on. Of one or two, those of
+    the keys and those of the values are begun by different warps."""
 
-    A copy that the whole warpgroup begins costs a barrier of its threads and an arrival of each warp: with eight copies
-    of keys and eight of values 560 instructions of each warp, more than the softmax of their block, instead of 186. If
-    WARPS does not divide the number of pages, as of one or two, the whole warpgroup begins each copy all the same.
-    """
-    if len(pages) % WARPS:
-        for p, page in enumerate(pages):
-            copy(p, page)
-        return
+    count: int
+    warp: object
+    tile: int  # 0: of keys; 1: of values
 
-    @plgpu.warp_map
-    def _(warp):
-        for first in range(0, len(pages), WARPS):
-            page = pages[first]
-            for other in range(1, WARPS):
-                page = jnp.where(warp == other, pages[first + other], page)
-            copy(first + warp, page)
+    @property
+    def first(self):
+        """Past the end where no copy is this warp's."""
+        return lax.rem(self.warp + -self.tile * self.count % WARPS, WARPS) if self.count <= 2 else self.warp
+
+    @property
+    def numbers(self) -> list:
+        """Of those that the warp may begin; the same for both tiles, and the last one may be past the end."""
+        if self.count <= 2:
+            return [lax.rem(self.warp, self.count)]
+        return [self.warp + k for k in range(0, self.count, WARPS)]
+
+    @property
+    def has_one(self):
+        return self.first < self.count
+
+    def each(self, pages, copy):
+        """copy(number, its page) for each; pages: of `numbers`."""
+        for k, (number, page) in enumerate(zip(self.numbers, pages, strict=True)):
+            begin = functools.partial(copy, number, page)
+            if WARPS * (k + 1) <= self.count:
+                begin()
+            else:
+                when_in_warp(self.first + WARPS * k < self.count)(begin)
 
 
 def load_scales(cfg: GpuKernelConfig, refs: Refs):

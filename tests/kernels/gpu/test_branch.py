@@ -7,15 +7,16 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.gpu import branch
-from pallas_kernels.gpu.branch import as_number, when
+from pallas_kernels.gpu.branch import as_number, when, when_in_warp
 
 
+@pytest.mark.parametrize("branch", [when, when_in_warp])
 @pytest.mark.parametrize("holds", [True, False])
-def test_the_function_runs_if_the_condition_holds(holds):
+def test_the_function_runs_if_the_condition_holds(holds, branch):
     def kernel(condition, out):
         out[0] = as_number(condition[0] > 0)
 
-        @when(condition[0] > 0)
+        @branch(condition[0] > 0)
         def _():
             out[0] += 10
 
@@ -51,5 +52,5 @@ def test_mosaic_converts_no_bool(monkeypatch):
         return list(converted)
 
     own = lowered(lambda _: lambda function: function()).count("i1")  # those of JAX itself
-    assert lowered(branch.when).count("i1") == own
+    assert lowered(branch.when).count("i1") == own == lowered(branch.when_in_warp).count("i1")
     assert lowered(pl.when).count("i1") == own + 1

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.gpu import paged_attention_sm90 as attention
+from pallas_kernels.gpu import pieces_sm90 as pieces
 from pallas_kernels.gpu import tiles_sm90 as tiles
-from pallas_kernels.gpu.pieces_sm90 import Piece
+from pallas_kernels.gpu.pieces_sm90 import WARPS, OwnCopies, Piece
 from pallas_kernels.gpu.tile_policy import default_config
 
 
@@ -61,3 +62,21 @@ def test_a_warpgroup_meets_before_it_loads_its_queries_and_after_they_have_come(
     ):
         tiles._queries(default_config(q_buffers=1, **sizes), Anything(), Anything(), 0, "stage", 0)
     assert seen == ["sync", "load", "await", "commit"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6, 8, 16, 18])
+def test_each_copy_of_a_tile_is_begun_by_one_warp_with_its_own_page(count, monkeypatch):
+    monkeypatch.setattr(pieces, "when_in_warp", lambda condition: lambda begin: begin() if condition else None)
+    begun = {}
+    for tile in range(2):
+        for warp in range(WARPS):
+            own, numbers = OwnCopies(count, jnp.int32(warp), tile), []
+            own.each(
+                [10 * number for number in own.numbers], lambda n, page, to=numbers: to.append((int(n), int(page)))
+            )
+            assert bool(own.has_one) == bool(numbers)
+            begun[tile, warp] = numbers
+        together = sorted(pair for warp in range(WARPS) for pair in begun[tile, warp])
+        assert together == [(n, 10 * n) for n in range(count)]
+    if count <= 2:
+        assert not any(begun[0, warp] and begun[1, warp] for warp in range(WARPS))
