@@ -72,9 +72,10 @@ CUTS_COST = 22  # what cutting costs at least, like config.unit_cost: a second p
 CUTS_SHARE = 1.04
 """Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
 units of one head also pass over its keys at the same time, so that they are read into L2 once."""
-WIDE, WIDE_CUTS_SHARE = 192, 1.12
-"""The share for heads wider than that. Ragged prompts of heads of 256, 1.11 times a share when whole, took 561 us, and
-681 in pieces, on 2026-11-25, when one warpgroup loaded the queries of all."""
+WIDE, WIDE_CUTS_SHARE, WIDE_CUTS_COST = 192, 1.12, 110
+"""Both for heads wider than that, whose partial results are as wide. Five short prompts of heads of 256, of which the
+longest CTA has 49 more than a share when whole, take 54 us, and 75 in pieces; one prompt of 1324, 60 more, 37 and 59
+(an H200, 2026-11-30)."""
 EVEN_SHARE = 1.06
 """Long units are cut into equal parts, one for each CTA, while the longest part has at most so many times an equal
 share. The tiles of one head then pass over its keys at the same time, so that they are read into L2 once; cut at equal
@@ -356,8 +357,9 @@ def _assign(info, cost, config) -> GpuWorkList:
     ends = jnp.cumsum(each)
     total = ends[-1]
     waves, load, longest = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
-    most = WIDE_CUTS_SHARE if config.head_dim > WIDE and not config.quantised else CUTS_SHARE
-    few_cuts_gain = longest <= jnp.maximum(total / ctas * most, total / ctas + CUTS_COST)
+    is_wide = config.head_dim > WIDE and not config.quantised
+    ratio, more = (WIDE_CUTS_SHARE, WIDE_CUTS_COST) if is_wide else (CUTS_SHARE, CUTS_COST)
+    few_cuts_gain = longest <= jnp.maximum(total / ctas * ratio, total / ctas + more)
     whole = jnp.bool_(True) if config.whole_units else few_cuts_gain
     share = jnp.maximum(total / ctas - load, 0.0)
     base = jnp.where(waves > 0, ends[jnp.maximum(waves * ctas - 1, 0)], 0)

@@ -1,6 +1,7 @@
 """The work list, walked in numpy as a CTA walks it: every block is computed once, and the load is even."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -387,6 +388,22 @@ def test_load_is_even(batch, together, unit_cost):
         load.append(total)
     block = config.short_weight if "prefill" not in batch else config.long_weight
     assert max(load) - np.mean(load) <= 4 * block + 0.01 * np.mean(load)
+
+
+PROMPTS = [(n, n) for n in (93, 776, 1324, 139, 80)]
+
+
+@pytest.mark.parametrize(
+    ("batch", "dim", "is_cut"),
+    [(PROMPTS, 128, True), (PROMPTS, 256, False), ([(1324, 1324)], 256, False), ([(512, 32768)], 256, True)],
+)
+def test_cuts_of_wide_heads_cost_more(batch, dim, is_cut):
+    shape = SHAPE | dict(head_dim=dim, v_head_dim=dim, block_kv=64)
+    config = GpuKernelConfig(**shape, num_heads=16, num_kv_heads=8, mask=MaskRule(causal=True), num_ctas=132)
+    q_lens, seqs = np.array(batch, np.int32).T
+    starts = np.append(0, np.cumsum(q_lens)).astype(np.int32)
+    work = wl.build_work_list(jnp.asarray(starts), jnp.asarray(seqs), int(starts[-1]), config)
+    assert bool((np.asarray(work.cta)[:, wl.JOIN] >= 0).any()) == is_cut
 
 
 @pytest.mark.parametrize("rule", RULES)
