@@ -360,28 +360,33 @@ def ways_of(
     return [dataclasses.replace(way, at_once=max(int(places(way, processors)) // way.splits, 1)) for way in served]
 
 
-SPREAD = {1: 1.0, 2: 0.97, 3: 0.82, 4: 0.82}
-SPREAD_OF_MORE = 0.72
-"""The part of the places for CTAs that clusters can take, by their size, as fitted: a cluster lies in one group of 16
-or 18 SMs, and leaves places of it free."""
+SPREAD = {1: 1.0, 2: 1.0, 3: 0.864, 4: 0.879, 5: 0.796, 6: 0.728, 7: 0.743, 8: 0.849}
+"""The part of the places for CTAs that clusters can take, by their size. A cluster lies in one group of up to 18 SMs,
+of which each card has others switched off: from 3 CTAs on it is one cluster less than the driver says of an H200
+(2026-11-30), whose 132 SMs hold 66, 39, 30, 22, 17, 15 and 15 clusters of 2 to 8. A round more takes half as long
+again."""
+PACKED_CLUSTERS = 3  # CTAs of a cluster from which those that fit on one SM lie there, although others are free
+
+
+def _of_an_sm(config: PackedProductConfig) -> int:
+    """CTAs that fit on an SM, if a thread has up to 128 registers."""
+    by_warps = MAX_WARPS // (config.across * config.along)
+    return max(min(by_warps, SM_SHARED_BYTES // (4 * config.shared_floats + 1024)), 1)
 
 
 def places(config: PackedProductConfig, processors: int) -> float:
-    """CTAs that run at the same time, if a thread has up to 128 registers. With 8 warps and more than 8 rows it may
-    have more, and half of them run."""
-    by_warps = MAX_WARPS // (config.across * config.along)
-    slots = max(min(by_warps, SM_SHARED_BYTES // (4 * config.shared_floats + 1024)), 1)
-    return processors * slots * SPREAD.get(config.splits, SPREAD_OF_MORE)
+    """CTAs that run at the same time."""
+    return processors * _of_an_sm(config) * SPREAD[config.splits]
 
 
-READ_RATE, SM_RATE = 4.27e6, 120e3  # bytes a microsecond, of all SMs and of one
-START, ROUND, TURN = 0.7, 1.98, 0.83  # microseconds: of a launch; of a round of CTAs; of a turn of copies of x
-DECODING = {8: 0.011e-3, 4: 0.02e-3}  # microseconds that a byte of a warp's codes and scales takes an SM
-OF_FLOATS, OF_ROWS = 1.4, 0.75  # decoding takes 1.4 times as long with fp4, and 0.75 times more with each 8 rows more
-CLUSTER, PEER, PART = 0.3, 0.22, 0.02
+READ_RATE, SM_RATE = 4.39e6, 245e3  # bytes a microsecond, of all SMs and of one
+START, ROUND, TURN = 0.7, 2.23, 0.62  # microseconds: of a launch; of a round of CTAs; of a turn of copies of x
+DECODING = {8: 0.0118e-3, 4: 0.0169e-3}  # microseconds that a byte of a warp's codes and scales takes an SM
+OF_FLOATS, OF_ROWS = 1.16, 0.79  # decoding takes 1.16 times as long with fp4, and 0.79 times more with each 8 rows more
+CLUSTER, PEER, PART = 0.33, 0.093, 0.02
 """Microseconds of the end: of a cluster; of each other CTA of it, times 1 + rows / 16; of 8 rows of each part of a CTA.
-All of these were fitted to 576 launches of 45 shapes on an H200 (2026-11-29): the chosen way takes 1.01 times as long
-as the best on average, and 1.16 at most."""
+All of these were fitted to 741 launches of 60 products, in int4, fp8, int8 and MXFP4 with 1 to 16 rows, on an H200
+(2026-11-30): the chosen way takes 1.03 times as long as the best on average, and 1.19 at most."""
 
 
 def cost(config: PackedProductConfig, processors: int, used: float) -> float:
@@ -397,8 +402,11 @@ def cost(config: PackedProductConfig, processors: int, used: float) -> float:
     decoding *= OF_FLOATS if c.format == "fp4" else 1
 
     def of_round(ctas: float) -> float:
-        of_sm = c.slot_bytes * warps * max(ctas / processors, 1)
-        reading = of_sm / min(SM_RATE, READ_RATE / min(ctas, processors))
+        together = max(ctas / processors, 1)
+        if c.splits >= PACKED_CLUSTERS:
+            together = max(together, min(_of_an_sm(c), c.splits))
+        of_sm = c.slot_bytes * warps * together
+        reading = of_sm / min(SM_RATE, READ_RATE / min(ctas / together, processors))
         return steps * ((of_sm * decoding) ** 4 + reading**4) ** 0.25 + ROUND + TURN * (turns - 1)
 
     rounds, rest = divmod(c.strips * used * c.splits / able, 1)
