@@ -381,6 +381,7 @@ class Engine:
     @callers.one_at_a_time
     def wake(self) -> None:
         """Put the weights and empty caches on the device again, after sleep()."""
+        device.check_context(PLACES)
         self.runner.must_be_alive()
         self.runner.wake()
 

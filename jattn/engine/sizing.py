@@ -120,8 +120,14 @@ def cache_maker(
     if fills:
         specs = lane_specs(specs, model_mesh)
     if model_mesh is not None:
-        return functools.partial(model_mesh.empty_caches, specs)
+        return functools.partial(_caches_on, model_mesh, specs)
     return lambda: tuple(empty_cache(spec) for spec in specs)
+
+
+def _caches_on(model_mesh: Any, specs: Iterable[KVCacheSpec]) -> Any:
+    """model_mesh.empty_caches, also where the caller has called jax.set_mesh: shard_map takes no mesh but that one."""
+    with jax.set_mesh(model_mesh.mesh):
+        return model_mesh.empty_caches(specs)
 
 
 def lane_specs(specs: Iterable[KVCacheSpec], model_mesh: Any) -> tuple[KVCacheSpec, ...]:

@@ -488,8 +488,24 @@ def test_inside_a_mesh_of_explicit_axes_an_engine_says_so_and_loses_no_request()
     for call in (served.step, served.warmup):
         with jax.set_mesh(explicit), refused():
             call()
+    served.sleep()
+    with jax.set_mesh(explicit), refused():
+        served.wake()
+    served.wake()
     (output,) = [each for each in served.drain() if each.finished]
     assert output.error is None and len(output.token_ids) == 12
+
+
+def test_inside_another_mesh_of_automatic_axes_an_engine_is_made_and_wakes():
+    """As the mesh of a training step. The engine died on waking there, because shard_map took no other mesh."""
+    with jax.set_mesh(Mesh(np.array(jax.devices()[:1]), ("x",))):
+        served = engine(mesh=mesh(2), deterministic=True)
+        served.sleep()
+        served.wake()
+        served.update_weights(params_of(LLAMA))
+        (found,) = served.generate([PROMPT], GREEDY)
+    (wanted,) = engine(deterministic=True).generate([PROMPT], GREEDY)
+    assert found.token_ids == wanted.token_ids
 
 
 @pytest.mark.parametrize("partition", [(), ("x",)], ids=["replicated", "divided"])
