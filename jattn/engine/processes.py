@@ -27,6 +27,7 @@ import jax
 from jax.errors import JaxRuntimeError
 
 from jattn.errors import EngineDeadError
+from jattn.errors.arguments import integer, number, takes, text
 
 GROUP = 64
 """Lists of commands that are deleted together."""
@@ -51,6 +52,9 @@ TELL_SECONDS = 1.0
 
 MAX_SECONDS = 86400.0
 """The longest time-out of a process."""
+
+MAX_PROCESSES = 2**16
+"""JAX counts them in int32, and for numbers near its end it does not answer."""
 
 STOP = ["stop"]
 """The last command."""
@@ -84,6 +88,7 @@ class Processes:
             threading.Thread(target=self._watch_store, name="jattn-store", daemon=True).start()
 
     @classmethod
+    @takes(coordinator=text, count=integer(), id=integer(), seconds=number(finite=False))
     def join(cls, coordinator: str, count: int, id: int, *, seconds: float = 30.0, on_end: OnEnd) -> "Processes":
         """Connect this process, before JAX starts its devices. coordinator: HOST:PORT, an address of process 0.
 
@@ -91,8 +96,11 @@ class Processes:
         waits for them, and JAX aborts the process after ABORT_SECONDS.
         """
         _host_and_port("coordinator", coordinator)
-        if count < 2:
-            raise ValueError(f"{count} processes: there must be at least 2; a single one needs no coordinator")
+        if not 2 <= count <= MAX_PROCESSES:
+            raise ValueError(
+                f"{count} processes: there must be at least 2 and at most {MAX_PROCESSES}; a single one needs no "
+                "coordinator"
+            )
         if not 0 <= id < count:
             raise ValueError(f"process {id} of {count}: the ids are 0 to {count - 1}")
         if not 0 < seconds <= MAX_SECONDS:
@@ -295,11 +303,16 @@ def _connect(coordinator: str, count: int, id: int, options: dict[str, Any]) -> 
 
 
 def _host_and_port(name: str, address: str) -> tuple[str, int]:
-    """HOST:PORT in two parts; ValueError if it is not that."""
+    """HOST:PORT in two parts; ValueError if it is not that. JAX ends the process by a segmentation fault then."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{name}={address!r} must be HOST:PORT, an address of process 0, with a port from 1 to 65535")
-    return host.strip("[]"), int(port)
+    inner = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    is_host = bool(inner) and not set("/[]") & set(inner) and (":" in inner) == (inner != host)
+    if not is_host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(
+            f"{name}={address!r} must be HOST:PORT, an address of process 0, with a port from 1 to 65535; an IPv6 "
+            "address is in brackets, as [::1]:8476"
+        )
+    return inner, int(port)
 
 
 def _check_address(address: str) -> None:
