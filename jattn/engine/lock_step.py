@@ -17,7 +17,7 @@ import jax
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from jattn.engine import admission, callers, interrupts
+from jattn.engine import admission, callers, construction, interrupts
 from jattn.engine.data_ranks import Tables
 from jattn.engine.engine import Engine, Prompt
 from jattn.engine.flights import Flights
@@ -44,6 +44,9 @@ JAX_SETTINGS = (
 )  # fmt: skip
 """Settings of JAX that decide dtypes and tokens, so that processes with others exchange arrays of other sizes."""
 
+OBJECTS = ("tokenizer", "chat_template", "forward")
+"""Options of which processes compare the type: the text of such an object has its address."""
+
 PLANS_CHECKED_EVERY = 16
 """Every 16th dispatch adds its plan and block tables to the checksum; every dispatch adds its tokens."""
 
@@ -67,12 +70,11 @@ class LockStepEngine(Engine):
                 f"{processes.count} processes need a mesh: give tensor_parallel, decode_context_parallel and "
                 f"data_parallel whose product is {jax.device_count()}"
             )
-        self.processes = processes
+        self.processes, seed = processes, construction.OPTIONS["seed"]("seed", seed)
         start = dict(
             model=_checksum(config), mesh=dict(mesh.shape),
             devices=[device.id for device in mesh.devices.flat], weights=fingerprint,
-            seed=secrets.randbits(63) if seed is None else seed, **_own_jax(),
-            **{name: repr(value) for name, value in options.items() if name != "chat_template"},
+            seed=secrets.randbits(63) if seed is None else seed, **_own_jax(), **_as_text(options),
         )  # fmt: skip
         agreed = _agree(processes, "start", start, free=("seed",) if seed is None else ())
         super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
@@ -93,7 +95,7 @@ class LockStepEngine(Engine):
 
         config = load_config(directory)  # first, because its error says more of a folder that is not there
         fingerprint = checkpoint.fingerprint(directory)
-        given = {name: repr(value) for name, value in options.items() if name not in ("progress", "seed")}
+        given = _as_text({name: value for name, value in options.items() if name not in ("progress", "seed")})
         tokenizer = tokenizer_fingerprint(directory)  # each process looks for stop strings
         files = dict(model=_checksum(config), weights=fingerprint, tokenizer=tokenizer)
         _agree(processes, "given", _own_jax() | files | given)
@@ -222,13 +224,19 @@ def _agree(processes: Processes, key: str, mine: dict[str, Any], free: tuple[str
     """What process 0 has for `mine`; ValueError if this process has anything else, but for the names in `free`."""
     mine = dict(num_processes=processes.count) | mine
     agreed = processes.agree(key, mine)
-    wrong = [name for name, value in mine.items() if name not in free and agreed.get(name) != value]
-    told = [f"here {name}={mine[name]} and there {agreed.get(name)}" for name in wrong if name not in FOLDER_PARTS]
+    wrong = [name for name in agreed | mine if name not in free and agreed.get(name) != mine.get(name)]
+    told = [f"here {name}={mine.get(name)} and there {agreed.get(name)}" for name in wrong if name not in FOLDER_PARTS]
     if files := [part for name, part in FOLDER_PARTS.items() if name in wrong]:
         told.append(f"{' and '.join(files)} are not those of process 0's folder")
     if told:
         raise ValueError(f"process {processes.id} and process 0 were started differently: {', '.join(told)}")
     return agreed
+
+
+def _as_text(options: dict[str, Any]) -> dict[str, str]:
+    """The options as processes compare them."""
+    is_object = lambda name, value: name in OBJECTS and value is not None
+    return {name: type(value).__name__ if is_object(name, value) else repr(value) for name, value in options.items()}
 
 
 def _checksum(config: Any) -> int:

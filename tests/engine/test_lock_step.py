@@ -133,6 +133,23 @@ def test_processes_that_were_started_differently_do_not_start(processes):
         engine(make(1), deterministic=True, max_num_seqs=2)
 
 
+def test_objects_of_one_type_are_one_start(processes):
+    """Their text has an address, which is another one in each process."""
+    make, _, _ = processes
+    forward = [lambda *args, **options: models.forward(*args, **options) for _ in range(2)]
+    for id in range(2):
+        engine(make(id), tokenizer=ByteTokenizer(0), forward=forward[id], seed=np.int64(3))
+    with pytest.raises(ValueError, match="started differently: here forward=None and there function$"):
+        engine(make(1), tokenizer=ByteTokenizer(0), seed=3)
+
+
+def test_an_option_that_only_process_0_has_is_named(processes):
+    make, _, _ = processes
+    engine(make(0), cascade_attention=False)
+    with pytest.raises(ValueError, match="started differently: here cascade_attention=None and there False$"):
+        engine(make(1))
+
+
 def test_folders_with_other_weights_do_not_start(processes):
     make, _, _ = processes
     engine(make(0), deterministic=True, fingerprint=7)
