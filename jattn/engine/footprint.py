@@ -24,11 +24,13 @@ from jattn.ops.quantised import is_quantised
 from jattn.spec import AttentionSpec
 
 SAMPLING_ARRAYS = 9
-"""Arrays f32[R vocab] that sampling needs, counted in dispatches compiled by XLA:CPU; so are the next two."""
+"""Arrays f32[R vocab] that sampling needs, counted in dispatches compiled by XLA:CPU; so are the next three."""
 MLP_ARRAYS = 2
 """Arrays f32[T width of the MLP]."""
 HIDDEN_ARRAYS = 2
 """Arrays f32[T hidden]."""
+MERGED_ARRAYS = 3
+"""Arrays f32[T H V] of context ranks."""
 TABLES = ("positions", "token_types", "task_types", "layer_inputs.embed")
 """The paths of tables of which a step reads one row for each token."""
 
@@ -115,7 +117,10 @@ class Footprint:
         share: of the tokens, that the MLP computes at a time.
         """
         spec, mlp, moe = attention_of(layer, 1), layer.mlp, layer.moe
-        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim * self.context_ranks / self.ranks
+        heads = 2 * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        if self.context_ranks > 1:  # queries; outputs, the same weighted, and their sum over the context ranks
+            heads = max(heads, spec.num_heads * (spec.head_dim + MERGED_ARRAYS * spec.v_head_dim))
+        heads *= self.context_ranks / self.ranks
         dense = mlp.shared if isinstance(mlp, MoE) else mlp
         width = 0.0 if dense is None else share * MLP_ARRAYS * dense.width / self.ranks
         if moe is not None:

@@ -135,6 +135,7 @@ ACTIVATIONS = {
     "vocabulary": dict(name="llama", vocab_size=32768),
     "mlp": dict(name="llama", intermediate_size=2048),
     "experts": dict(name="experts", num_hidden_layers=2, intermediate_size=512),  # the last computes few tokens
+    "context": dict(name="llama", num_attention_heads=32),
 }
 
 
@@ -143,7 +144,7 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("case", ACTIVATIONS)
 def test_activations_are_near_those_of_the_compiled_dispatch(case, ranks):
     """Between 0.6 and 1.6 times the estimate, as docs/serving.md says."""
-    config, mesh = config_of(**ACTIVATIONS[case]), mesh_of(1, ranks)
+    config, mesh = config_of(**ACTIVATIONS[case]), mesh_of(1, 1, ranks) if case == "context" else mesh_of(1, ranks)
     tokens = 512 if case == "experts" else 2048
     engine = Engine(
         config, models.init_params(config, 0, "float32"), num_blocks=20, max_num_seqs=8, max_num_batched_tokens=tokens,
@@ -156,6 +157,15 @@ def test_activations_are_near_those_of_the_compiled_dispatch(case, ranks):
     compiled = dispatch.lower(runner.model, *args, warming._padding(runner.model, engine.shapes, largest)).compile()
     estimate = Footprint(config, "float32", None, model_mesh).activation_bytes(8, tokens, "cpu")
     assert 0.6 < compiled.memory_analysis().temp_size_in_bytes / estimate < 1.6
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("llama", 32 + 3 * 32), ("latent", 48 + 8 + 3 * 48)])
+def test_context_ranks_have_the_outputs_of_all_their_heads(name, numbers):
+    """Of each token: queries; outputs, the same weighted, and their sums. Those of a latent layer are latent."""
+    config, ranks, tokens = config_of(name, num_attention_heads=32), 2, 1024
+    on = ModelMesh.without_devices(config, dict(tensor=1, context=ranks))
+    planned = Footprint(config, "float32", None, on).activation_bytes(8, tokens, "cpu")
+    assert planned == 4 * tokens * (32 * numbers + 2 * config.hidden_size)
 
 
 def test_ranks_copy_no_more_weights_than_one_device():
