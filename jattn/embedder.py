@@ -11,6 +11,7 @@ from jattn import models
 from jattn.errors.arguments import boolean, check_fields, check_kind, integer, optional, sequence_of, short, text
 from jattn.models.dense import DenseLayer, dense_layer, read_dense
 from jattn.models.embedding import check_dim, output_size
+from jattn.models.model_folder import weights_dtype
 from jattn.models.sentence_folder import read_sentence_folder
 from jattn.text import Tokenizer, load_tokenizer
 
@@ -66,6 +67,7 @@ class Embedder:
         pooling: None: as the folder's modules.json says, a file of the sentence-transformers library. dtype,
         quantization and progress: as in models.load.
         """
+        dtype = weights_dtype(dtype)
         found = read_sentence_folder(directory)
         pooling = found.pooling if pooling is None else pooling
         if pooling is None:

@@ -34,9 +34,15 @@ MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_
 
 def check_options(options: Mapping[str, Any]) -> None:
     """The error of the first option that breaks its rule: from_pretrained calls it before it loads weights."""
+    from jattn.models.model_folder import weights_dtype
+    from jattn.models.quantising import check_quantization
+
     for name, value in options.items():
         if name in OPTIONS:
             OPTIONS[name](name, value)
+    weights_dtype(options.get("dtype"))
+    if options.get("quantization") is not None:
+        check_quantization(options["quantization"])
 
 
 def check_decoder_only(config: Any) -> None:

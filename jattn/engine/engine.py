@@ -138,6 +138,7 @@ class Engine:
         data_parallel: int = 1,  # copies of the model, each with its own requests and cache
         decode_context_parallel: int = 1,  # times as many devices, which share the keys of each request
         mesh: Mesh | None = None,  # see Engine
+        dtype: str | None = None,  # of all weights: "float32", "bfloat16" or "float16"; None or "auto": as stored
         quantization: str | None = None,  # "int8", "int4" or "fp8": of large weights as they are read; None: as stored
         expert_parallel: bool = False,  # see Engine
         **options,  # of Engine
@@ -151,7 +152,8 @@ class Engine:
         from jattn.models.load import check_cache_quant
 
         device.check_context(PLACES)
-        construction.check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel))
+        of_folder: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
+        construction.check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel) | of_folder)
         mesh = construction.mesh_of(
             mesh, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
             decode_context_parallel=decode_context_parallel,
@@ -164,7 +166,7 @@ class Engine:
             sharding = sharding.weight_sharding(config)
         # first, because a folder without a tokenizer is refused
         tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
-        config, params = models.load(directory, sharding=sharding, progress=progress, quantization=quantization)
+        config, params = models.load(directory, sharding=sharding, progress=progress, **of_folder)
         return cls(
             config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
         )

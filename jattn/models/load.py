@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import check_kind, dtype_name, function, optional
+from jattn.errors.arguments import check_kind, function, optional
 from jattn.models.checkpoint import Checkpoint, as_floats, is_finite, tensor_text
 from jattn.models.config import ModelConfig
 from jattn.models.families.family import Family
 from jattn.models.hub_scheme import CACHE_SCALES, Scheme, check_range
-from jattn.models.model_folder import FLOATS, ModelFolder, read_model_folder
+from jattn.models.model_folder import FLOATS, ModelFolder, read_model_folder, weights_dtype
 from jattn.models.placing import placed
 from jattn.models.quantising import check_quantization, quantised
 from jattn.models.tensor_names import TensorSource, count_layer_tensors
@@ -51,12 +51,13 @@ def load(
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """(config, params) of a folder with config.json and *.safetensors.
 
-    dtype: of all weights; None: as stored. sharding: a jax.sharding.Sharding for all weights, or a function
+    dtype: of all weights; None or "auto": as stored. sharding: a jax.sharding.Sharding for all weights, or a function
     (path, WeightSpec) -> Sharding or None; `WeightSpec.axes` has the logical axis names. progress(done, total, path)
     is called before each weight is read. quantization: one of QUANTIZATIONS; each weight is quantised when it is read.
     head: read the weights that only logits need; False for embeddings, where folders often lack them. Of T5 False reads
     the encoder alone.
     """
+    dtype = weights_dtype(dtype)
     if quantization is not None:
         check_quantization(quantization)
     optional(function)("progress", progress)
@@ -204,8 +205,6 @@ def _read_params(
     unused: whether the model does not need a tensor of this name. Weights of the same tensors in the same place are one
     array (ALBERT).
     """
-    if dtype is not None and dtype_name("dtype", dtype) not in FLOATS:
-        raise ValueError(f"dtype={dtype_name('dtype', dtype)} of weights must be None or one of {', '.join(FLOATS)}")
     structure, by_path = jax.tree.structure(specs, is_leaf=is_weight_spec), weight_paths(specs)
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import boolean, check_kind, short
+from jattn.errors.arguments import boolean, check_kind, dtype_name, short
 from jattn.models.config import ModelConfig
 from jattn.models.config_reader import ConfigReader
 from jattn.models.families import CODE_OF_FOLDERS, FAMILIES, RECURRENT
@@ -19,6 +19,17 @@ from jattn.models.hub_scheme import Scheme
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """Dtypes of weights in params that are not quantised."""
+
+
+def weights_dtype(dtype: Any) -> str | None:
+    """The name of a dtype that a caller asks for; None, as for "auto": as stored. ValueError if weights cannot have
+    it."""
+    if dtype is None or (isinstance(dtype, str) and dtype == "auto"):
+        return None
+    name = dtype_name("dtype", dtype)
+    if name not in FLOATS:
+        raise ValueError(f"dtype={name} of weights must be None or one of {', '.join(FLOATS)}")
+    return name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import pytest
 
 from jattn import models
 from jattn.engine import Engine, SamplingParams
+from tests.models import tiny
 
 CONFIG = models.config_of(
     dict(
@@ -58,6 +59,20 @@ def test_alone_or_in_a_crowd_every_bit_is_the_same(crowd):
         assert alone.token_ids == output.token_ids
         assert alone.logprobs == output.logprobs
     assert not served.stats.preemptions and not served.stats.cached_tokens
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
+def test_every_bit_of_float16_is_the_same_alone_and_in_a_crowd(tmp_path, backend):
+    tiny.write(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    sizes = OPTIONS | dict(num_blocks=15, max_model_len=56, backend=backend, dtype="float16")
+    served, other = (Engine.from_pretrained(tmp_path, prefix_caching=share, **sizes) for share in (True, False))
+    prompts = [[token % 31 for token in prompt] for prompt in requests()]
+    together = served.generate(prompts, GREEDY)
+    assert served.stats.preemptions and served.stats.cached_tokens and served.caches[0].spec.dtype == "float16"
+    for prompt, output in zip(prompts, together, strict=True):
+        (alone,) = other.generate([prompt], GREEDY)
+        assert alone.token_ids == output.token_ids and alone.logprobs == output.logprobs
 
 
 def test_a_burst_gives_the_tokens_of_single_steps(crowd):

@@ -211,6 +211,7 @@ def test_another_number_of_processes_is_named(processes):
     [
         (dict(quantization="int8"), "here quantization='int8' and there None"),
         (dict(max_num_seqs=3), "here max_num_seqs=3 and there None"),
+        (dict(dtype="float16"), "here dtype='float16' and there None"),
     ],
 )
 def test_other_options_are_named_before_a_weight_is_loaded(processes, tmp_path, monkeypatch, option, told):

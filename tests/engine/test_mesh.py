@@ -313,6 +313,24 @@ def test_a_folder_is_loaded_straight_into_its_parts(tmp_path):
     assert served.generate([PROMPT], GREEDY)[0].token_ids == wanted.token_ids
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_get_their_dtype_as_they_are_loaded(tmp_path, dtype):
+    """In parts as on one device; no device has a weight in the stored dtype, which is float32."""
+    config = tiny.CONFIG | dict(vocab_size=64, head_dim=8)
+    tiny.write(tmp_path, config, tiny.tensors(config))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    known, seen = set(map(id, jax.live_arrays())), set()
+    look = lambda *_: seen.update(x.dtype.name for x in jax.live_arrays() if id(x) not in known)
+    _, wanted = models.load(tmp_path, dtype=dtype)
+    for ranks in 1, 2:
+        served = Engine.from_pretrained(tmp_path, tensor_parallel=ranks, dtype=dtype, progress=look, **OPTIONS)
+        assert {len(x.sharding.device_set) for x in jax.tree.leaves(served.params)} == {ranks}
+        jax.tree.map(np.testing.assert_array_equal, served.params, wanted)
+        assert served.caches[0].spec.dtype == dtype
+        del served
+    assert seen == {dtype}
+
+
 # ------------------------------------------------------------------ quantised weights
 whole = jax.jit(plain)
 
@@ -460,8 +478,11 @@ def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
         (dict(mesh=jax.sharding.AbstractMesh((2,), ("tensor",))), "mesh must be Mesh, got AbstractMesh"),
         (dict(expert_parallel="no", data_parallel=2), "expert_parallel='no' must be"),
         (dict(block_size=0), "block_size=0 must be a positive integer"),
+        (dict(dtype="int8"), "dtype=int8 of weights must be None or one of float16"),
+        (dict(dtype="f2"), "dtype='f2' is not a dtype"),
+        (dict(quantization="int3"), "quantization='int3' is not known"),
     ],
-    ids=["no mesh", "a mesh without devices", "no boolean", "an option of the engine"],
+    ids=["no mesh", "a mesh without devices", "no boolean", "an option of the engine", "int8", "f2", "int3"],
 )
 def test_a_wrong_option_is_named_before_a_weight_is_loaded(tmp_path, monkeypatch, option, words):
     tiny.write(tmp_path)

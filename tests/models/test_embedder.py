@@ -190,6 +190,9 @@ def test_dense_modules_of_a_folder_are_applied(folder):
     np.testing.assert_allclose(Embedder.from_pretrained(folder).embed(rows), unit(wanted @ KERNEL), atol=2e-6)
     half = Embedder.from_pretrained(folder, dtype="float16").dense
     assert {layer.kernel.dtype.name for layer in half} == {"float16"} and half[1].bias is None
+    assert {layer.kernel.dtype.name for layer in Embedder.from_pretrained(folder, dtype="auto").dense} == {"float32"}
+    with pytest.raises(ValueError, match="dtype=int8 of weights must be None or one of"):
+        Embedder.from_pretrained(folder, dtype="int8")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import re
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -168,6 +169,8 @@ def test_a_dtype_that_is_asked_for_holds_the_weights_or_is_refused(tmp_path):
         models.load(tmp_path, dtype="float16")
     with pytest.raises(ValueError, match="dtype=int8 of weights must be None or one of float16"):
         models.load(tmp_path, dtype="int8")
+    _, stored = models.load(tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path, dtype="auto")[1], stored)
 
 
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float16", "bfloat16", "float32", "float64"])
