@@ -12,11 +12,15 @@ from jattn.engine import Engine, LockStepEngine, Processes, SamplingParams, keep
 from jattn.models import QUANTIZATIONS
 from jattn.models.sentence_folder import is_sentence_folder
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""--dtype: those of weights that an engine can serve; auto: as stored."""
+
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """--model and the Engine's own options."""
     group = parser.add_argument_group("the model and the engine")
     group.add_argument("--model", metavar="DIR", help="a Hugging Face folder (default: the bundled adder)")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: auto, as stored)")
     group.add_argument(
         "--quantization", choices=QUANTIZATIONS, help="quantise the large weights as they are read (default: as stored)"
     )
@@ -85,7 +89,7 @@ def make_engine(args: argparse.Namespace, seed: int | None = None, processes: Pr
     )
     folder = embedded.directory() if args.model is None else args.model
     with screen.progress("loading") as report:
-        options |= dict(progress=report, quantization=args.quantization)
+        options |= dict(progress=report, dtype=args.dtype, quantization=args.quantization)
         if processes is not None:
             return LockStepEngine.from_pretrained(folder, processes=processes, **options)
         return Engine.from_pretrained(folder, **options)
@@ -108,8 +112,8 @@ def make_embedder(args: argparse.Namespace) -> Embedder:
     keep_programs(args.compile_cache_mb)
     with screen.progress("loading") as report:
         return Embedder.from_pretrained(
-            args.model, pooling=args.pooling, quantization=args.quantization, progress=report, backend=args.backend,
-            max_batched_tokens=args.max_num_batched_tokens,
+            args.model, pooling=args.pooling, dtype=args.dtype, quantization=args.quantization, progress=report,
+            backend=args.backend, max_batched_tokens=args.max_num_batched_tokens,
         )  # fmt: skip
 
 

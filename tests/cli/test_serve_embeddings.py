@@ -2,6 +2,7 @@
 
 import argparse
 
+import jax
 import pytest
 
 from jattn import Embedder
@@ -20,6 +21,9 @@ def test_a_folder_with_modules_is_served_for_embeddings(folder):  # noqa: F811
     assert options.serves_embeddings(args)
     made = options.make_embedder(args)
     assert isinstance(made, Embedder) and (made.pooling, made.max_batched_tokens, made.backend) == ("last", 64, "sdpa")
+    half = options.make_embedder(parsed("--model", str(folder), "--dtype", "float16"))
+    assert {x.dtype.name for x in jax.tree.leaves(half.params)} == {"float16"}
+    assert len(half.embed(["one"])) == 1
 
 
 def test_pooling_asks_for_embeddings_and_overrides_the_folder(folder):  # noqa: F811
@@ -45,7 +49,7 @@ def test_several_processes_serve_no_embeddings(folder):  # noqa: F811
 def test_the_list_of_engine_options_has_their_defaults():
     args = vars(parsed())
     assert {name: args[name] for name in options.ENGINE_ONLY} == options.ENGINE_ONLY
-    rest = {"model", "quantization", "max_num_batched_tokens", "backend", "compile_cache_mb"}
+    rest = {"model", "dtype", "quantization", "max_num_batched_tokens", "backend", "compile_cache_mb"}
     parser = argparse.ArgumentParser()
     options.add_engine(parser)
     assert vars(parser.parse_args([])).keys() == options.ENGINE_ONLY.keys() | rest

@@ -8,6 +8,7 @@ import json
 import re
 import types
 
+import jax
 import pytest
 
 from jattn import cli
@@ -50,6 +51,19 @@ def test_a_terminal_shows_how_many_prompts_are_done(capsys, monkeypatch):
 def test_generate_on_two_devices(capsys):
     assert cli.main(["generate", "740+583=", "--stop", r"\n", *SMALL, "--tensor-parallel", "2"]) == 0
     assert capsys.readouterr().out == "2340\n"
+
+
+@pytest.mark.parametrize(
+    "command", [["generate", "x"], ["serve"], ["bench", "serving"]], ids=lambda command: command[0]
+)
+def test_the_dtype_of_the_weights_is_that_of_the_option(command, capsys):
+    parsed = lambda *more: cli.make_parser().parse_args([*command, *SMALL, *more])
+    dtypes = lambda args: {x.dtype.name for x in jax.tree.leaves(options.make_engine(args).params)}
+    for more, wanted in (([], "bfloat16"), (["--dtype", "auto"], "bfloat16"), (["--dtype", "float16"], "float16")):
+        assert dtypes(parsed(*more)) == {wanted}
+    with pytest.raises(SystemExit):
+        parsed("--dtype", "int8")
+    assert "invalid choice: 'int8'" in capsys.readouterr().err
 
 
 def test_generate_reads_a_file_and_writes_json(tmp_path, capsys):
