@@ -9,6 +9,7 @@ from typing import Any
 
 from jattn.cli import screen
 from jattn.cli.command import add_command
+from jattn.cli.options import DTYPES
 from jattn.engine import plan as planning
 from jattn.engine.construction import check_decoder_only
 from jattn.engine.device_kinds import DeviceKind, device_kind, kind_and_count
@@ -17,7 +18,7 @@ from jattn.errors import UnsupportedError
 from jattn.errors.arguments import dtype_name, integer, optional
 from jattn.models import QUANTIZATIONS
 from jattn.models.load import stored_weights
-from jattn.models.model_folder import read_model_folder
+from jattn.models.model_folder import read_model_folder, weights_dtype
 
 HEAD = (
     "layout", "weights", "activations", "cache", "tokens", "batch", "context", "decode, ms (rows)", "prefill, ms",
@@ -42,12 +43,13 @@ def add(commands) -> None:
         "--model",
         metavar="DIR",
         required=True,
-        help="a Hugging Face folder; config.json is enough unless weights are stored quantised. Without weights their "
-        "dtype is that of config.json, or bfloat16",
+        help="a Hugging Face folder; config.json is enough unless weights are stored quantised. Without weights and "
+        "--dtype their dtype is that of config.json, or bfloat16",
     )
     parser.add_argument(
         "--devices", nargs="+", required=True, metavar="KIND[xN]", help="as h200x8; cpu: this machine, measured"
     )
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights (default: auto, as stored)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="of the large weights (default: as stored)")
     parser.add_argument("--cache-dtype", metavar="DTYPE", help="of keys and values (default: that of the weights)")
     parser.add_argument("--max-model-len", type=int, metavar="L", help="prompt and output (default: the model's)")
@@ -77,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.cache_dtype is not None:
         args.cache_dtype = dtype_name("--cache-dtype", args.cache_dtype)
     folder = read_model_folder(args.model)
-    config, dtype, method = folder.config, folder.stored_dtype, folder.method_of_weights
+    config, method, dtype = folder.config, folder.method_of_weights, weights_dtype(args.dtype) or folder.stored_dtype
     check_decoder_only(config)
     stored = _stored_weights(args, method)
     if stored is not None and method is None:
@@ -102,17 +104,18 @@ def _stored_weights(args: argparse.Namespace, method: str | None) -> dict[str, A
     """The shapes and dtypes of the folder's weights; None if they are not there, or not readable, but not needed."""
     if method is None:
         try:
-            return stored_weights(args.model)
+            return stored_weights(args.model, dtype=args.dtype)
         except FileNotFoundError:
             return None
         except (OSError, ValueError, ImportError) as error:  # such as a clone with pointers in place of weights
-            said = f"{screen.told(error)}; the dtype is that of config.json"
+            source = "config.json" if weights_dtype(args.dtype) is None else "--dtype"
+            said = f"{screen.told(error)}; the dtype is that of {source}"
             print(f"jattn: its weights cannot be read: {said}", file=sys.stderr)
             return None
     if args.quantization is not None:
         raise UnsupportedError(f"{args.model}: its weights are quantised ({method}); leave --quantization out")
     try:
-        return stored_weights(args.model)
+        return stored_weights(args.model, dtype=args.dtype)
     except FileNotFoundError as error:
         raise UnsupportedError(
             f"{args.model}: its weights are stored quantised ({method}); which, only the headers of its *.safetensors "

@@ -88,20 +88,21 @@ def load(
     return config, params
 
 
-def stored_weights(directory: str | Path) -> dict[str, Any]:
-    """The leaves of params by path as `load` makes them, as shapes.
+def stored_weights(directory: str | Path, *, dtype: Any = None) -> dict[str, Any]:
+    """The leaves of params by path as `load` makes them, as shapes. dtype: as in `load`.
 
     It reads the headers of *.safetensors, and the scales and zero points of weights that are stored quantised.
     """
-    folder = read_model_folder(directory)
+    asked, folder = weights_dtype(dtype), read_model_folder(directory)
     config, scheme, checkpoint = folder.config, folder.scheme, _checkpoint(folder)
-    stored, dtype = checkpoint.locations, jax.numpy.dtype(folder.stored_dtype)
+    stored, dtype = checkpoint.locations, jax.numpy.dtype(folder.stored_dtype if asked is None else asked)
     table = {path: source.stored_form(stored) for path, source in folder.family.tensors(config).items()}
 
     def form(path: str, shape: tuple[int, ...]) -> Any:
         source, tensor = table[path], table[path].names[0]
         if source.form is not None:
-            return source.form(shape)
+            made = source.form(shape)
+            return made if asked is None else dataclasses.replace(made, dtype=jax.dtypes.canonicalize_dtype(asked))
         try:
             found = None if scheme is None else scheme.form(path, source, shape, stored, checkpoint.read, dtype)
         except WRONG_TENSORS as error:
@@ -112,7 +113,7 @@ def stored_weights(directory: str | Path) -> dict[str, Any]:
             )
         if found is not None:
             return found
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(checkpoint.dtype_of(tensor)))
+        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(asked or checkpoint.dtype_of(tensor)))
 
     return {path: form(path, spec.shape) for path, spec in weight_paths(weight_specs(config)).items()}
 

@@ -27,14 +27,14 @@ def test_json_moves_with_every_option(folder, capsys):
     def planned(*options):
         assert cli.main(["plan", "--model", str(folder), "--devices", "h100", "--json", *options]) == 0
         (found,) = json.loads(capsys.readouterr().out)
-        assert found["devices"]["count"] == 1 and found["dtype"] == "bfloat16"
+        assert found["devices"]["count"] == 1 and found["dtype"] == ("float32" if "--dtype" in options else "bfloat16")
         return found["layouts"][0]
 
     plain = planned()
     assert plain["layout"] == dict(tensor=1, data=1, context=1) and set(plain["decode_seconds"]) == {"1", "4", "16"}
     options = dict(
         quantization="int8", cache_dtype="float32", max_model_len="32", max_num_seqs="2", max_num_batched_tokens="512",
-        memory_fraction="0.0001",
+        memory_fraction="0.0001", dtype="float32",
     )  # fmt: skip
     for name, value in options.items():
         assert planned(f"--{name.replace('_', '-')}", value) != plain, name
@@ -91,5 +91,10 @@ def test_weights_that_are_there_have_the_dtype_in_which_they_are_stored(folder, 
     assert (told[0], stored[0]) == ("bfloat16", "float32")
     assert stored[1] == 2 * told[1] == sum(x.nbytes for x in made.values())
     assert weight_bytes(folder, capsys, "--quantization", "int8")[1] < told[1]
+    assert weight_bytes(folder, capsys, "--dtype", "float16") == ("float16", stored[1] // 2)
+    assert weight_bytes(folder, capsys, "--dtype", "auto") == stored
     (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
     assert weight_bytes(folder, capsys) == told, "of a folder without its weights config.json is enough"
+    assert cli.main(["plan", "--model", str(folder), "--devices", "h100", "--dtype", "float32"]) == 0
+    assert "the dtype is that of config.json" not in capsys.readouterr().err
+    assert weight_bytes(folder, capsys, "--dtype", "float32") == stored

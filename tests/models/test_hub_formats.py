@@ -71,10 +71,12 @@ def check(path, quantization, pack, format, config=CONFIG, tensors=tiny.tensors)
     plain_config, plain = folder(path, quantization, pack, config, tensors)
     seen_config, params = models.load(path)
     form = lambda x: (x.shape, x.dtype) if not isinstance(x, QuantisedArray) else (x.format, x.axis, x.dtype)
-    loaded, told = weight_paths_of(params), stored_weights(path)
-    assert {name: form(x) for name, x in loaded.items()} == {name: form(x) for name, x in told.items()}
     parts = lambda tree: [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
-    assert {name: parts(x) for name, x in loaded.items()} == {name: parts(x) for name, x in told.items()}
+    for dtype in None, "bfloat16":
+        made = params if dtype is None else models.load(path, dtype=dtype)[1]
+        loaded, told = weight_paths_of(made), stored_weights(path, dtype=dtype)
+        assert {name: form(x) for name, x in loaded.items()} == {name: form(x) for name, x in told.items()}
+        assert {name: parts(x) for name, x in loaded.items()} == {name: parts(x) for name, x in told.items()}
     kernel = params["layers"][1]["mlp"]["down"]["kernel"]
     assert isinstance(kernel, QuantisedArray) and kernel.format == format and kernel.dtype == "float32"
     np.testing.assert_allclose(kernel.dequantise(), plain["layers"][1]["mlp"]["down"]["kernel"], rtol=1e-6, atol=1e-7)

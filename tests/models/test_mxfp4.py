@@ -9,6 +9,7 @@ import pytest
 
 from jattn import models
 from jattn.errors import UnsupportedError
+from jattn.models.load import stored_weights
 from jattn.models.mxfp4 import mxfp4
 from tests.models import examples
 from tests.models.witness import Example
@@ -63,6 +64,8 @@ def test_a_packed_folder_holds_the_weights_that_transformers_would_unpack(tmp_pa
     logits, exact = (models.prompt_logits(mine, p, np.arange(9), chunk=4) for p in (params, wanted))
     assert np.abs(logits - exact).max() < 1e-4 * np.std(exact)
     assert models.load(packed)[1]["layers"][0]["mlp"]["up"]["kernel"].dtype == jnp.bfloat16
+    for dtype, made in ((None, "bfloat16"), ("auto", "bfloat16"), ("float16", "float16")):
+        assert stored_weights(packed, dtype=dtype)["layers.0.mlp.up.kernel"].dtype == made
     with pytest.raises(UnsupportedError, match=r"its weights are quantised \(mxfp4\) already; leave quantization out"):
         models.load(packed, quantization="int8")
 
