@@ -384,8 +384,12 @@ def test_each_rank_multiplies_by_its_quantised_weights_as_they_are(config, quant
     )
 
 
-@pytest.mark.parametrize("stored", ["int4", "fp4", None], ids=["AWQ", "NVFP4", "quantised at load"])
-def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, stored):
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [("int4", "float16"), ("fp4", "auto"), (None, "bfloat16")],
+    ids=["AWQ", "NVFP4", "quantised at load"],
+)
+def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, stored, dtype):
     """In groups of 32, of NVFP4 16. A rank has 48 inputs of `down`."""
     path, config = tmp_path / "model", test_hub_formats.CONFIG | dict(num_hidden_layers=1)
     if stored == "int4":
@@ -396,17 +400,18 @@ def test_a_folder_gets_the_same_quantised_weights_in_parts(tmp_path, stored):
         path.mkdir()
         tiny.write(path, config, tiny.tensors(config))
     (path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    options = OPTIONS | dict(deterministic=True, quantization=None if stored else "fp8")
+    options = OPTIONS | dict(deterministic=True, quantization=None if stored else "fp8", dtype=dtype)
     one, two = (Engine.from_pretrained(path, tensor_parallel=n, **options) for n in (1, 2))
     jax.tree.map(np.testing.assert_array_equal, numbers(one.params), numbers(two.params))
     down = two.params["layers"][0]["mlp"]["down"]["kernel"]
     assert (down.format, down.group_size) == (stored or "fp8", 16)
+    assert down.dtype == two.params["embed"].dtype == two.caches[0].spec.dtype == dtype.replace("auto", "float32")
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(two.params)} == {2}
     assert {2 * shard.data.nbytes for shard in down.values.addressable_shards} == {down.values.nbytes}
     if stored:
         for served in one, two:
             places, config_ = served.runner.model.model_mesh, served.config
-            planned = Footprint(config_, "float32", None, places, stored_weights(path)).weight_bytes()
+            planned = Footprint(config_, "float32", None, places, stored_weights(path, dtype=dtype)).weight_bytes()
             leaves = jax.tree.leaves(served.params)
             assert planned == sum(x.addressable_shards[0].data.nbytes for x in leaves)
         assert one.generate([PROMPT], GREEDY)[0].token_ids == two.generate([PROMPT], GREEDY)[0].token_ids
