@@ -4,17 +4,24 @@ import contextlib
 import hashlib
 import struct
 from array import array
+from collections.abc import Mapping, Set
 from collections.abc import Sequence as Many
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn.engine.blocks import request_root
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.scheduler import Limits
+from jattn.errors.arguments import check_kind, short
 from jattn.text.tokenizer import Tokenizer
+
+NO_PROMPTS = "prompts must be a text, token ids, or a list of these, got "
+NOT_PROMPTS = bytes, bytearray, Mapping, Set
+"""Types with members that are neither prompts nor token ids."""
 
 
 def check(
@@ -65,14 +72,48 @@ def _outside(ids: Many[int], vocab_size: int, words: array | None = None) -> str
 
 
 def prompts_of(prompts: Any) -> list:
-    """One prompt (a text, or token ids) or several of them, as a list."""
-    if isinstance(prompts, (str, bytes, bytearray)) or not hasattr(prompts, "__iter__"):
+    """One prompt (a text, or token ids) or several of them, as a list.
+
+    TypeError if none of them could be a prompt; beside one that could, what is no prompt fails alone.
+    """
+    if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, (np.ndarray, jax.Array)):
-        return [prompts] if prompts.ndim < 2 else list(prompts)
+        if not prompts.ndim or (prompts.size and not jnp.issubdtype(prompts.dtype, jnp.integer)):
+            raise TypeError(NO_PROMPTS + short(prompts))
+        return [prompts] if prompts.ndim == 1 else list(prompts)
+    if isinstance(prompts, NOT_PROMPTS) or not hasattr(prompts, "__iter__"):
+        raise TypeError(NO_PROMPTS + type(prompts).__name__)
     prompts = list(prompts)
-    is_token = lambda x: isinstance(x, (int, np.integer)) or getattr(x, "ndim", None) == 0
-    return [prompts] if prompts and all(map(is_token, prompts)) else prompts
+    if prompts and all(map(_is_token_id, prompts)):
+        return [prompts]
+    if prompts and not any(map(_may_be_prompt, prompts)):
+        kinds = sorted({type(each).__name__ for each in prompts})
+        raise TypeError(f"{NO_PROMPTS}a list of {' and '.join(kinds[:4])}")
+    return prompts
+
+
+def _is_token_id(x: Any) -> bool:
+    if type(x) is int:
+        return True
+    if getattr(x, "ndim", None) == 0:  # of any library: dtypes of torch are not numpy's
+        return "int" in str(x.dtype)
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _may_be_prompt(x: Any) -> bool:
+    """Is it a text, or a sequence of whatever?"""
+    return hasattr(x, "__len__") and getattr(x, "ndim", 1) > 0 and not isinstance(x, NOT_PROMPTS)
+
+
+def params_of(params: Any, count: int) -> list[SamplingParams | None]:
+    """The params of each of so many prompts. params: for all of them, or a list or tuple with those of each."""
+    kinds, way_out = (SamplingParams, type(None)), "make one with jattn.SamplingParams(max_tokens=...)"
+    if not isinstance(params, (list, tuple)):
+        return [check_kind("params", params, kinds, way_out)] * count
+    if len(params) != count:
+        raise ValueError(f"{count} prompts but {len(params)} SamplingParams: give one, or one for each prompt")
+    return [check_kind(f"params[{i}]", each, kinds, way_out) for i, each in enumerate(params)]
 
 
 def depends_on_length(config: Any) -> bool:

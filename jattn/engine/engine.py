@@ -180,13 +180,15 @@ class Engine:
     ) -> list[RequestOutput]:
         """The outputs of all prompts, in their order. params: for all prompts, or one for each.
 
+        TypeError, before anything is queued, if params are no SamplingParams or nothing in prompts could be a prompt. A
+        request that cannot be served fails alone: its output has the finish_reason "error", the reason in `error`, and
+        no text.
+
         Requests that were added before are served at the same time; the next step returns their outputs. If an
         exception or an interrupt ends this call, its requests are aborted.
         """
         prompts = admission.prompts_of(prompts)
-        many = params if isinstance(params, (list, tuple)) else [params] * len(prompts)
-        if len(many) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(many)} SamplingParams: give one, or one for each prompt")
+        many = admission.params_of(params, len(prompts))
         mine: dict[str, RequestOutput | None] = {}
         others: dict[str, RequestOutput] = {}
         try:

@@ -90,6 +90,36 @@ def test_what_is_no_prompt_fails_alone_with_a_reason(prompt, words):
     assert re.search(words, bad.error), bad.error
 
 
+WRONG_CALLS = {
+    "a number": (5.5, None, "prompts must be a text, token ids, or a list of these, got float"),
+    "none": (None, None, "prompts must be .*, got NoneType"),
+    "bytes": (b"text", None, "prompts must be .*, got bytes"),
+    "a mapping": ({"prompt": [5]}, None, "prompts must be .*, got dict"),
+    "a set": ({5, 6}, None, "prompts must be .*, got set"),
+    "floats": ([3.5], None, "prompts must be .*, got a list of float"),
+    "a float among ids": ([5, 6.5], None, "prompts must be .*, got a list of float and int"),
+    "bools": ([True], None, "prompts must be .*, got a list of bool"),
+    "nothing that is a prompt": ([None, b"x"], None, "prompts must be .*, got a list of NoneType and bytes"),
+    "an array of floats": (np.array([[3.5]]), None, r"prompts must be .*, got float64\[1, 1\]"),
+    "an array of text": (np.array(["5"]), None, r"prompts must be .*, got <U1\[1\]"),
+    "one number": (jnp.array(5), None, r"prompts must be .*, got int32\[\]"),
+    "a dict of params": ([[5]], dict(max_tokens=2), "params must be SamplingParams or NoneType, got dict"),
+    "text of params": ([[5]], "greedy", "params must be SamplingParams or NoneType, got str"),
+    "the class": ([[5]], SamplingParams, "params must be SamplingParams or NoneType, got type"),
+    "one of the params": ([[5], [6]], [None, {}], r"params\[1\] must be SamplingParams or NoneType, got dict"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_CALLS)
+def test_a_call_of_wrong_types_raises_before_a_request_is_queued(name):
+    """A request that fails alone has an empty text, in which its author would not see the error."""
+    prompts, params, words = WRONG_CALLS[name]
+    served = engine()
+    with pytest.raises(TypeError, match=f"^{words}"):
+        served.generate(prompts, params)
+    assert not served.has_work and served.stats.requests == 0
+
+
 def test_text_that_cannot_be_encoded_fails_alone():
     served = engine(tokenizer=ByteTokenizer(num_special=2))
     for prompt, salt in (("\ud800", ""), ([5], "\ud800"), ([5], 7), ([5], None)):
