@@ -5,9 +5,11 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from jattn.backends import Feature, Question, gpu_kernel, pallas_tpu
+from jattn.backends import Feature, Question, gpu_kernel, pallas_tpu, registry
 from jattn.cache import KVCacheSpec
+from jattn.cache.latent import mla_cache_spec
 from jattn.device import Chip
+from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra import logits, mask
 from pallas_kernels.gpu import supports as gpu_supports
@@ -94,6 +96,39 @@ def test_mla_and_sparse_are_refused_both_ways():
         "non-MLA not supported",
         "non-sparse not supported",
     ]
+
+
+LATENT = MLASpec(num_heads=8, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64)
+ONE_FACT = {
+    "pallas_tpu": (CHIP_SPEC, dataclasses.replace(CHIP_CACHE, block_size=8), Chip("tpu")),
+    "pallas_tpu_invariant": (CHIP_SPEC, dataclasses.replace(CHIP_CACHE, block_size=24), Chip("tpu")),
+    "mla_pallas_tpu": (LATENT, mla_cache_spec(LATENT, 8, 8), Chip("tpu")),
+    "mla_pallas_gpu": (LATENT, mla_cache_spec(LATENT, 8, 4), Chip("gpu", "sm_90")),
+}
+
+
+@pytest.mark.parametrize("name", ONE_FACT)
+def test_a_block_size_is_refused_once(name):
+    """By the list, and not by the kernel in other words."""
+    spec, cache_spec, chip = ONE_FACT[name]
+    reasons = registry.load(name).reasons(spec, cache_spec, chip)
+    assert [reason.split(":")[0] for reason in reasons] == ["block_size not supported"]
+
+
+def test_what_else_a_kernel_refuses_is_told_beside_a_block_size():
+    dims = dict(head_dim=40, num_kv_heads=2)
+    spec, cache_spec = AttentionSpec(num_heads=8, **dims), KVCacheSpec(num_blocks=8, block_size=8, **dims)
+    found = registry.load("pallas_tpu").reasons(spec, cache_spec, Chip("tpu"))
+    assert found == (
+        "block_size not supported: 8 seen, multiples of 16 supported",
+        "head_dim 40: wanted a multiple of 16 from 16 to 256",
+        "v_head_dim 40: wanted a multiple of 16 from 16 to 256",
+    )
+    lanes = KVCacheSpec(num_blocks=8, block_size=8, num_kv_heads=2, head_dim=32, layout="HND128")
+    (only,) = registry.load("pallas_tpu").reasons(
+        AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=32), lanes, Chip("tpu", "v6e")
+    )
+    assert only.startswith("block_size not supported: 8"), "it is not told of another layout's pages"
 
 
 def test_a_combination_may_be_refused_where_its_parts_are_not():
