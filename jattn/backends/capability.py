@@ -179,10 +179,10 @@ def _vllm_reasons(backend, q: Question) -> Iterator[str]:
         yield _unsupported("block_size", q.block_size, backend.get_supported_kernel_block_sizes())
     yield from _features(backend, q, _BEFORE_MLA)
     if q.use_mla != backend.is_mla():
-        yield "MLA not supported" if q.use_mla else "non-MLA not supported: it takes latent caches only"
+        yield "MLA not supported" if q.use_mla else "non-MLA not supported: for latent caches (MLA) only"
     yield from _features(backend, q, _BEFORE_SPARSE)
     if q.use_sparse != backend.is_sparse():
-        yield ("sparse not supported" if q.use_sparse else "non-sparse not supported: it attends to listed tokens only")
+        yield "sparse not supported" if q.use_sparse else "non-sparse not supported: for listed tokens only"
     yield from _features(backend, q, _BEFORE_CHIP)
     chip = q.device_capability
     if chip is not None and not backend.supports_compute_capability(chip.compute_capability):

@@ -92,9 +92,9 @@ def test_mla_and_sparse_are_refused_both_ways():
         "MLA not supported",
         "sparse not supported",
     ]
-    assert [r.split(":")[0] for r in latent.validate_configuration(8)] == [
-        "non-MLA not supported",
-        "non-sparse not supported",
+    assert latent.validate_configuration(8) == [
+        "non-MLA not supported: for latent caches (MLA) only",
+        "non-sparse not supported: for listed tokens only",
     ]
 
 
