@@ -1,6 +1,7 @@
 """Engine: generates tokens for many requests at once. It checks what it is given, and its StepLoop computes it."""
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -45,6 +46,9 @@ Prompt = str | Many[int]
 
 PLACES = "an engine places its arrays"
 """What device.check_context says of an Engine."""
+
+OF_FOLDER = {"config", "params", "tokenizer", "chat_template"}
+"""Arguments of an Engine that from_pretrained reads from the folder."""
 
 
 class Engine:
@@ -152,6 +156,9 @@ class Engine:
         from jattn.models.load import check_cache_quant
 
         device.check_context(PLACES)
+        taken = {*inspect.signature(Engine).parameters, *inspect.signature(cls).parameters}
+        if unknown := sorted(options.keys() - taken | options.keys() & OF_FOLDER):
+            raise TypeError(f"{cls.__name__}.from_pretrained has no argument {', '.join(unknown)}")
         of_folder: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
         construction.check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel) | of_folder)
         mesh = construction.mesh_of(
