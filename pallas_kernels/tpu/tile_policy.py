@@ -56,8 +56,8 @@ def _fewer_rows(config: TpuKernelConfig, room: int, fixed: dict[str, Any]) -> Tp
 
     fixed: the fields that the caller of default_config gave.
     """
-    while _most_vmem(config) > room and config.rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fixed):
-        rows = config.rows // 2
+    while _most_vmem(config) > room and config.tile_rows > PACK and {"tile_rows", "chunk_rows"}.isdisjoint(fixed):
+        rows = max(config.tile_rows // (2 * PACK), 1) * PACK  # config.rows are at least those of a token
         config = dataclasses.replace(config, tile_rows=rows, chunk_rows=min(config.chunk_rows, rows))
     return config
 

@@ -8,7 +8,7 @@ from pallas_kernels import tuning
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.tpu import tile_policy
-from pallas_kernels.tpu.supports import supports
+from pallas_kernels.tpu.supports import SPILL, supports
 
 LAYER = dict(
     v_head_dim=128, head_dim=128, page_size=128, dtype="bfloat16", kv_dtype="bfloat16", out_dtype="bfloat16",
@@ -63,3 +63,20 @@ def test_a_size_of_the_table_that_is_too_large_for_a_layer_does_not_refuse_it(co
     assert getattr(config_with(table(**sizes)), name) == value
     many = config_with(table(**sizes), heads=200)
     assert not supports(many, chip="v5p") and getattr(many, name) < value
+
+
+def test_the_rows_of_one_token_may_be_too_many():
+    """The search for smaller tiles never ended there: a tile has at least the rows of a token."""
+    config = tile_policy.default_config(num_heads=24 * 64, num_kv_heads=64, **LAYER)
+    assert config.tile_rows == 16 and config.rows == 32
+    assert [reason.split(":")[0] for reason in supports(config)] == [
+        f"{config.vmem_bytes() + SPILL} bytes of VMEM (64 kv heads); the smallest chip"
+    ]
+
+
+def test_smaller_tiles_are_whole_packs():
+    """Half of 112 rows, of 20 tokens with 5 heads, are not."""
+    config = tile_policy.default_config(
+        longest=20, num_heads=5 * 24, num_kv_heads=24, **LAYER | dict(head_dim=256, v_head_dim=256)
+    )
+    assert config.tile_rows == config.chunk_rows == 48 and not supports(config)
