@@ -290,11 +290,8 @@ class AttentionBackend(BackendMethods):
         dtypes: of the queries and, without a cache, of the packed keys. Empty: they are not checked.
         """
         own = cls.layer_reasons(spec, cache_spec, chip)
-        if own and cache_spec is not None and not cls.supports_block_size(cache_spec.block_size):
-            # the list has refused the block size: keep the kernel's reasons against anything else
-            size = min(bases_of(cls.get_supported_kernel_block_sizes()), default=cache_spec.block_size)
-            other = cls.layer_reasons(spec, dataclasses.replace(cache_spec, block_size=size), chip)
-            own = tuple(why for why in own if why in other)
+        if cache_spec is not None and not cls.supports_block_size(cache_spec.block_size):
+            own = tuple(why for why in own if f"page size {cache_spec.block_size}:" not in why)  # the list tells it
         own += cls.query_reasons(spec, cache_spec, chip, *dtypes) if dtypes else ()
         return tuple(reasons_against(cls, Question.of(spec, cache_spec, chip, needs), own))
 

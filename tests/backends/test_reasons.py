@@ -124,11 +124,21 @@ def test_what_else_a_kernel_refuses_is_told_beside_a_block_size():
         "head_dim 40: wanted a multiple of 16 from 16 to 256",
         "v_head_dim 40: wanted a multiple of 16 from 16 to 256",
     )
+    large = dataclasses.replace(cache_spec, num_blocks=2**27)  # pages of 16 would be too many
+    assert registry.load("pallas_tpu").reasons(spec, large, Chip("tpu")) == found
     lanes = KVCacheSpec(num_blocks=8, block_size=8, num_kv_heads=2, head_dim=32, layout="HND128")
     (only,) = registry.load("pallas_tpu").reasons(
         AttentionSpec(num_heads=8, num_kv_heads=2, head_dim=32), lanes, Chip("tpu", "v6e")
     )
     assert only.startswith("block_size not supported: 8"), "it is not told of another layout's pages"
+
+
+@pytest.mark.parametrize("block_size", [12, 16])
+def test_too_little_memory_is_told_beside_any_block_size(block_size):
+    dims = dict(head_dim=192, num_kv_heads=128)
+    spec, cache_spec = AttentionSpec(num_heads=896, **dims), KVCacheSpec(num_blocks=8, block_size=block_size, **dims)
+    found = registry.load("pallas_tpu").reasons(spec, cache_spec, Chip("tpu"))
+    assert ["bytes of VMEM (128 kv heads)" in reason for reason in found] == [False] * (block_size == 12) + [True]
 
 
 def test_a_combination_may_be_refused_where_its_parts_are_not():
