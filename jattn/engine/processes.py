@@ -12,10 +12,12 @@ keys and values, in which these keys are used, all below "jattn/":
 """
 
 import contextlib
+import ipaddress
 import itertools
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import threading
@@ -55,6 +57,9 @@ MAX_SECONDS = 86400.0
 
 MAX_PROCESSES = 2**16
 """JAX counts them in int32, and for numbers near its end it does not answer."""
+
+HOST_NAME = re.compile(r"[a-zA-Z0-9_-]+(\.[a-zA-Z0-9_-]+)*\.?")
+"""A name, or an address of IPv4."""
 
 STOP = ["stop"]
 """The last command."""
@@ -306,13 +311,20 @@ def _host_and_port(name: str, address: str) -> tuple[str, int]:
     """HOST:PORT in two parts; ValueError if it is not that. JAX ends the process by a segmentation fault then."""
     host, _, port = address.rpartition(":")
     inner = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    is_host = bool(inner) and not set("/[]") & set(inner) and (":" in inner) == (inner != host)
+    is_host = _is_ipv6(inner) if inner != host else bool(HOST_NAME.fullmatch(host))
     if not is_host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(
             f"{name}={address!r} must be HOST:PORT, an address of process 0, with a port from 1 to 65535; an IPv6 "
             "address is in brackets, as [::1]:8476"
         )
     return inner, int(port)
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(text))
+    except ValueError:
+        return False
 
 
 def _check_address(address: str) -> None:
