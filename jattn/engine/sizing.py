@@ -1,6 +1,7 @@
 """The sizes that an engine chooses: blocks that fit the free memory, tokens of a block, steps of a dispatch."""
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import os
@@ -126,7 +127,8 @@ def cache_maker(
 
 def _caches_on(model_mesh: Any, specs: Iterable[KVCacheSpec]) -> Any:
     """model_mesh.empty_caches, also where the caller has called jax.set_mesh: shard_map takes no mesh but that one."""
-    with jax.set_mesh(model_mesh.mesh):
+    is_set = not jax.sharding.get_abstract_mesh().empty  # else this may be traced, where no mesh can be set
+    with jax.set_mesh(model_mesh.mesh) if is_set else contextlib.nullcontext():
         return model_mesh.empty_caches(specs)
 
 
