@@ -195,8 +195,8 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
     if cfg.moves_padding:  # in flat lists, of which none is walked backward
         k, place = j, refs.cta[me, wl.PLACE]
     else:
-        k = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j)
-        place = jnp.where(lax.rem(k, jnp.int32(2)) == 0, me, cfg.workers - 1 - me)  # in snake order
+        k, place = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j), me
+    place = jnp.where(lax.rem(k, jnp.int32(2)) == 0, place, cfg.workers - 1 - place)  # in snake order
     unit = jnp.where(k < waves, k * cfg.workers + place, u0 + k - waves)
     set_units, set_heads = refs.cta[me, wl.SET_UNITS], refs.cta[me, wl.SET_HEADS]
     tile, head = wl.place_of(unit, set_units, cfg.num_kv_heads, set_heads)

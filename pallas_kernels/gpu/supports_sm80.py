@@ -13,6 +13,7 @@ from pallas_kernels.gpu.supports import shape_reasons
 
 OF_HOPPER = (
     "q_buffers", "fixed_max", "last_block_first", "merges_inside", "pipelines", "computing", "weights_first",
+    "in_waves",
 )  # fmt: skip
 """Fields of a config that this kernel does not read. Some of them change the work list, which it would not finish."""
 

@@ -39,9 +39,15 @@ that window 32 instead of 53, 32 prompts of 30 to 300 47 instead of 55; but a wi
 prompt of 256 9.6 instead of 9.0. Such units are never cut. Those of more keys may be: in a batch that is mostly
 padding, one warpgroup alone would compute a request."""
 
-PIPELINE_STAGES = 2
-"""At most so many stages of a pipeline: 512 tiny decodes of heads of 64 take 174, 181 with 3, 195 with 5; 256 of 8 bits
-103, 111 with 3, 115 with 4."""
+PIPELINE_STAGES, STAGES_OF_SMALL_KEYS, SMALL_KEY_BYTES = 2, 4, 256
+"""At most so many stages of a pipeline, the second number for narrow tiles whose key and value have at most
+SMALL_KEY_BYTES: 512 tiny decodes of heads of 64 take 119.5, 122 with 2, 256 over float8 68, 70.5 with 2; but 32 of 2000
+keys of heads of 80 188, 185.5 with 2."""
+
+MOST_SORTED = 2048
+"""Requests up to which a list for two pipelines is in waves, longest first: sorting compares each with each, 6 kernels
+more, of 1 us each for 256 requests. 512 tiny decodes of heads of 64 take 122 instead of 137, 256 over float8 70 instead
+of 94, 300 of 4 kv heads 73 instead of 78."""
 
 FLAT_LIST = True
 """The flat work list where every request has few rows: building it takes 6.6 to 12 us, the ranked one 27 to 42."""
@@ -165,11 +171,13 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
     narrow = _narrow_rows(request)
     buffers = 1 if config.head_dim > 192 else 2
     two = _with(request, pipelines=2, block_kv=64, narrow_rows=narrow, q_buffers=buffers)
-    stages = _stages_that_fit(two, 64, most=2 * PIPELINE_STAGES) // 2 * 2
+    each = STAGES_OF_SMALL_KEYS if narrow and config.key_bytes <= SMALL_KEY_BYTES else PIPELINE_STAGES
+    stages = _stages_that_fit(two, 64, most=2 * each) // 2 * 2
     if supports(_with(request, two, stages=stages)):
         return {}
     chosen: dict[str, Any] = dict(pipelines=2, block_kv=64, stages=stages, narrow_rows=narrow, q_buffers=buffers)
-    return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS}
+    in_waves = config.flat_list and 0 < request.requests <= MOST_SORTED
+    return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS, "in_waves": in_waves}
 
 
 def query_buffers(request: TileRequest) -> dict[str, Any]:

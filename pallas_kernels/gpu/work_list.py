@@ -23,10 +23,11 @@ The ranked list, for any batch:
 
 The flat list, where every request has one tile (decode): step 4 alone, cut at equal numbers of blocks, nothing sorted.
 Its waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
-at 2 us each. With config.moves_padding CTAs without a part of the line have them first, else they are given out in
-snake order. XLA makes few kernels of it. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with
+at 2 us each. They are given out in snake order; with config.moves_padding CTAs without a part of the line come first.
+XLA makes few kernels of it. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with
 config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
-unit.
+unit. With config.in_waves requests are sorted, longest first, and where no unit need be cut (see WAVES_SHARE) all are
+given out whole, in waves in snake order: a run of the line would be the heads of one request.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). A flat list begins with the ghost's tiles, as many as if all tokens were padding; those past the
@@ -37,7 +38,7 @@ padding have no rows. Then each request has one tile.
                            the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit to merge
                            (or -1), the first and the last CTA that hold a part of it; of flat lists only FROM, UNTIL:
                            the same two CTAs of the unit in which this CTA's part begins, and PLACE: the CTA's place
-                           within each wave, if config.moves_padding
+                           within the first wave, if config.moves_padding
 """
 
 import dataclasses
@@ -85,6 +86,9 @@ CUTS_KEYS = 256
 FLAT_WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
+WAVES_SHARE = 1.06
+"""With config.in_waves, units that the flat list would cut stay whole while the longest CTA has at most so many times an
+equal share."""
 ANY_POSITION = 2**30  # more than any length
 FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
@@ -221,27 +225,85 @@ def _info(config, tok0, row0, nrows, req, q_len, seq, causal, held, ranges):
 def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
     """The flat list: no request has more than WARPGROUP_ROWS rows. A tile without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
-    ghosts = cdiv(num_tokens * config.group, config.tile_rows)
-    tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
-    is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
-    pads = num_tokens - starts[-1]
-    row0 = jnp.where(is_ghost, tile * config.tile_rows, 0)
-    q_len = jnp.where(is_ghost, pads, query_lens[req])
-    nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows)
-    seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
-    tok0 = jnp.where(is_ghost, starts[-1], starts[req])
-    tile_causal = None if causal is None else is_ghost | jnp.asarray(causal)[req]
-    held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
-    info = _info(config, tok0, row0, nrows, req, q_len, seq, tile_causal, held, ranges)
-    info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
-    cut = _cut_line(jnp.where(is_ghost, 0, info[NBLK]), ghosts, config)
-    full, rest = _divmod(cdiv(pads * config.group, config.tile_rows) * config.num_kv_heads, config.workers)
+    ghosts, pads = cdiv(num_tokens * config.group, config.tile_rows), num_tokens - starts[-1]
+
+    def tiles_of(tile):
+        """(is it a ghost's, the columns of info) of each; the ghost's tiles come before the requests'."""
+        is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
+        row0 = jnp.where(is_ghost, tile * config.tile_rows, 0)
+        q_len = jnp.where(is_ghost, pads, query_lens[req])
+        nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows)
+        seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
+        tok0 = jnp.where(is_ghost, starts[-1], starts[req])
+        tile_causal = None if causal is None else is_ghost | jnp.asarray(causal)[req]
+        held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
+        info = _info(config, tok0, row0, nrows, req, q_len, seq, tile_causal, held, ranges)
+        info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
+        return is_ghost, info
+
+    is_ghost, info = tiles_of(jnp.arange(ghosts + num_reqs, dtype=jnp.int32))
+    if config.in_waves:
+        is_ghost, info = tiles_of(_longest_first(is_ghost, info[NBLK]))
+    nblk, padding = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pads * config.group, config.tile_rows)
+    cut = _cut_line(nblk, padding if config.in_waves else ghosts, config)
+    whole = _whole_in_waves(nblk, padding, config) if config.in_waves else jnp.bool_(False)
+    cut = jnp.where(whole, _only_waves(nblk.shape[0], config), cut) if config.in_waves else cut
     place = cut[:, PLACE]
     if not config.moves_padding:
-        place = _snake(full, jnp.arange(config.workers, dtype=jnp.int32), config.workers)
-    waves = full + (place < rest)
+        place = jnp.arange(config.workers, dtype=jnp.int32)
+    tiles = padding + jnp.where(whole, jnp.sum(nblk > 0, dtype=jnp.int32), 0)
+    full, rest = _divmod(tiles * config.num_kv_heads, config.workers)
+    waves = full + (_snake(full, place, config.workers) < rest)
     cut = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cut)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=cut)
+
+
+def _longest_first(is_ghost, nblk):
+    """i32[tiles], the tiles in the order of a list in waves: the ghost's that have rows, then requests, those with most
+    blocks first, then those without blocks. By counting, which XLA fuses: a sort takes many kernels."""
+    tile = jnp.arange(nblk.shape[0], dtype=jnp.int32)
+    key = jnp.where(is_ghost & (nblk > 0), ANY_POSITION, nblk)
+    before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (tile[None, :] < tile[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place[None, :] == tile[:, None], tile[None, :], 0), axis=1)
+
+
+def _whole_in_waves(nblk, padding, config):
+    """bool: are all units given out whole, in waves? Where none is longer than the flat list would cut, or the CTA with
+    most blocks has hardly more than an equal share; but the line serves long units that are about equal as well, by 1 %
+    less time.
+
+    nblk: of the tiles in their order, of which the first `padding` are padding.
+    """
+    heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
+    wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]
+    unit = wave * ctas + _snake(wave, jnp.arange(ctas, dtype=jnp.int32)[None, :], ctas)
+    load = jnp.sum(jnp.where(unit < tiles * heads, nblk[jnp.minimum(_divmod(unit, heads)[0], tiles - 1)], 0), axis=0)
+    longest, total = jnp.max(nblk), jnp.sum(nblk) * heads
+    even = (jnp.max(load) * ctas <= total * WAVES_SHARE) & ~_fills_waves(nblk, total, config)
+    return even | (longest <= _whole_blocks(longest, total, config))
+
+
+def _fills_waves(nblk, total, config):
+    """Are units about equal, and do they fill whole waves, so that the line has no need to be cut?"""
+    units = jnp.sum(nblk > 0, dtype=jnp.int32) * config.num_kv_heads
+    most = cdiv(units, config.workers) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
+    return most * config.workers <= total.astype(jnp.float32) * CUTS_SHARE
+
+
+def _whole_blocks(nblk, total, config):
+    """Up to how many blocks a unit of the flat list is whole: see FLAT_WHOLE_KEYS."""
+    keys = jnp.where(total * 2 >= config.workers * nblk, 2 * FLAT_WHOLE_KEYS, FLAT_WHOLE_KEYS)
+    return keys // config.block_kv
+
+
+def _only_waves(tiles: int, config):
+    """The array cta where no CTA has a part of the line; WAVES is left open."""
+    me = jnp.arange(config.workers, dtype=jnp.int32)
+    every = lambda x: jnp.full_like(me, x)
+    nowhere, heads = every(ANY_POSITION), config.num_kv_heads
+    line = [every(0), nowhere, every(0), nowhere, every(0)]
+    return _columns([*line, every(0), every(tiles * heads), every(heads)], [every(-1), *[every(0)] * 4, me])
 
 
 def _snake(wave, me, ctas: int):
@@ -275,13 +337,9 @@ def _cut_line(nblk, ghosts: int, config):
     # each cut's unit and the block within it; past the end, the unit after the last
     inside = point[:, 0] - first
     quotient, remainder = _divmod(inside, each)
-    enough = total * 2 >= ctas * each
-    whole = each * config.block_kv <= jnp.where(enough, 2 * FLAT_WHOLE_KEYS, FLAT_WHOLE_KEYS)
+    whole = each <= _whole_blocks(each, total, config)
     unit = found * heads + quotient
-    units = jnp.sum(nblk > 0, dtype=jnp.int32) * heads
-    most = cdiv(units, ctas) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
-    alike = most * ctas <= total.astype(jnp.float32) * CUTS_SHARE
-    alike = alike & (config.piece_blocks == 0)  # else not measured
+    alike = _fills_waves(nblk, total, config) & (config.piece_blocks == 0)  # else not measured
     whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
     unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
     unit = jnp.where(total > 0, unit, ghosts * heads)

@@ -71,8 +71,8 @@ def pieces_of(cta_row, me, info, config):
     """((tile, head), lo, hi) of one CTA, in the kernel's own terms."""
     waves, u0, b0, u1, b1, _, *sets = (int(x) for x in cta_row[:8])
     for j in range(waves + (u1 - u0) + (b1 > 0)):
-        place = me if j % 2 == 0 else config.workers - 1 - me
-        place = int(cta_row[wl.PLACE]) if config.moves_padding else place
+        place = int(cta_row[wl.PLACE]) if config.moves_padding else me
+        place = place if j % 2 == 0 else config.workers - 1 - place
         unit = j * config.workers + place if j < waves else u0 + j - waves
         tile, head = place_of(unit, sets, config)
         yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
@@ -228,6 +228,48 @@ def test_short_decodes_are_not_cut_and_loads_differ_by_a_unit(count, length):
     assert (join[:, 0] == -1).all()
     units = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
     assert max(units) == -(-count * config.num_kv_heads // config.workers)
+
+
+WAVES = {  # name -> requests, rows of padding, kv heads, the longest pipeline's share of an equal one, if it has more than a unit
+    "ragged": ([(1, 50 + 37 * i % 751) for i in range(256)], 0, 8, 1.05),
+    "beside padding": ([(1, 360 + 97 * i % 240) for i in range(200)] + [(0, 0)] * 56, 56, 8, 1.1),  # 6.2 units a pipeline
+    "one head": ([(1, 50 + 37 * i % 751) for i in range(512)], 0, 1, 1.1),
+    "long alike": ([(1, 4096)] * 66, 0, 8, 1.01),
+    "speculative, a window of holes": ([(3, 300), (0, 0), (1, 40)] * 90, 9, 8, 1.06),
+}
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_a_list_in_waves_gives_out_whole_units_longest_first(name):
+    batch, pad, heads, most = WAVES[name]
+    made = make(batch, RULES["causal"], pad=pad, heads=heads, flat=True, in_waves=True, pipelines=2, short_weight=1)
+    check_once(*made)
+    config, *_, info, cta, join = made
+    assert (join[:, 0] == -1).all()
+    loads = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
+    assert max(loads) <= max(most * np.mean(loads), info[:, wl.NBLK].max()) + 1
+    blocks = info[info[:, wl.REQ] >= 0][:, wl.NBLK]
+    requests = blocks[pad * config.group // config.tile_rows + (pad * config.group % config.tile_rows > 0) :]
+    assert (np.diff(requests) <= 0).all()
+
+
+@pytest.mark.parametrize(("name", "is_cut"), [("ragged", False), ("one long", True), ("speculative, holes", True)])
+def test_a_list_in_waves_cuts_a_unit_that_is_longer_than_a_share(name, is_cut):
+    batch, pad, ctas = FLAT[name]
+    for pipelines in (1, 2):
+        made = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, in_waves=True, pipelines=pipelines)
+        check_once(*made)
+        assert (made[-1][:, 0] >= 0).any() == is_cut or pipelines == 2, "of 264 pipelines, some units are"
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_list_in_waves_does_every_block_once(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, (70, 700, 9000)[seed % 3], rng.integers(1, 90))
+    batch = [(int(rng.integers(0, 5)), int(n)) for n in lengths]
+    rule, sizes = RULES[sorted(RULES)[seed % len(RULES)]], dict(heads=(1, 3, 8)[seed // 3 % 3], ctas=(3, 20)[seed % 2])
+    pad = int(rng.integers(0, 200))
+    check_once(*make(batch, rule, flat=True, in_waves=True, pipelines=seed // 2 % 2 + 1, pad=pad, **sizes))
 
 
 def test_a_flat_list_has_the_windows_of_the_ranked_one():
