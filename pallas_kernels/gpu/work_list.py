@@ -69,26 +69,29 @@ TILE_ROWS = 2 * WARPGROUP_ROWS  # of a tile, at most, and of a slot of partial r
 SHORT_ROWS = WARPGROUP_ROWS
 """A tile of at most this many rows is computed by all warpgroups, each on a share of the keys, or by its pipeline's."""
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
-CUTS_COST = 22  # what cutting costs at least, like config.unit_cost: a second piece on each CTA, and parts to merge
-CUTS_SHARE = 1.04
-"""Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share. Whole
-units of one head also pass over its keys at the same time, so that they are read into L2 once."""
+CUTS_SHARE, CUTS_COST, CUTS_COST_8BIT = 1.04, 66, 28
+"""Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share; costs
+are like config.unit_cost, 11 for 2 us. To cut takes a second piece on each CTA, and parts to write and to merge. Whole
+units of one head also pass over its keys at the same time, so that they are read into L2 once. An H200, 2026-11-30,
+whole and cut: 32 decodes and two prompts of 8 heads on one kv head, of which the longest CTA has 45 more than a share,
+94 and 108 us, 34 requests of 4 kv heads, 39 more, 150 and 161; over 8-bit caches a batch with 23 more 65 and 70, one
+with 31 more 155 and 151, one with 54 more 110 and 110."""
 WIDE, WIDE_CUTS_SHARE, WIDE_CUTS_COST = 192, 1.12, 110
-"""Both for heads wider than that, whose partial results are as wide. Five short prompts of heads of 256, of which the
-longest CTA has 49 more than a share when whole, take 54 us, and 75 in pieces; one prompt of 1324, 60 more, 37 and 59
-(an H200, 2026-11-30)."""
+"""Both for heads wider than that in 16 bits, whose partial results are as wide. Five short prompts of heads of 256, of
+which the longest CTA has 49 more than a share when whole, take 54 us, and 75 in pieces; one prompt of 1324, 60 more, 37
+and 59."""
 EVEN_SHARE = 1.06
 """Long units are cut into equal parts, one for each CTA, while the longest part has at most so many times an equal
 share. The tiles of one head then pass over its keys at the same time, so that they are read into L2 once; cut at equal
 shares of the line, each CTA begins at another key."""
 CUTS_KEYS = 256
-"""CUTS_COST in keys, for a flat list: a merge and a second piece take as long as these."""
+"""The same in keys, for a flat list: a merge and a second piece take as long as these."""
 FLAT_WHOLE_KEYS = 512
 """A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
 piece costs about 2 us besides its keys, and a merge 2 to 5."""
 WAVES_SHARE = 1.06
-"""With config.in_waves, units that the flat list would cut stay whole while the longest CTA has at most so many times an
-equal share."""
+"""With config.in_waves, units that the flat list would cut stay whole while the longest CTA has at most so many times
+an equal share."""
 ANY_POSITION = 2**30  # more than any length
 FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
 
@@ -415,8 +418,7 @@ def _assign(info, cost, config) -> GpuWorkList:
     ends = jnp.cumsum(each)
     total = ends[-1]
     waves, load, longest = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
-    is_wide = config.head_dim > WIDE and not config.quantised
-    ratio, more = (WIDE_CUTS_SHARE, WIDE_CUTS_COST) if is_wide else (CUTS_SHARE, CUTS_COST)
+    ratio, more = _worth_cutting(config)
     few_cuts_gain = longest <= jnp.maximum(total / ctas * ratio, total / ctas + more)
     whole = jnp.bool_(True) if config.whole_units else few_cuts_gain
     share = jnp.maximum(total / ctas - load, 0.0)
@@ -444,6 +446,13 @@ def _assign(info, cost, config) -> GpuWorkList:
     spread = lambda x: jnp.broadcast_to(x, (ctas,))
     columns = [spread(waves), u0, b0, u1, b1, backward, spread(set_units), spread(set_heads)]
     return GpuWorkList(info=info, cta=_columns(columns, joins))
+
+
+def _worth_cutting(config) -> tuple[float, int]:
+    """(times an equal share, cost more than it): what the longest CTA has at least where units are cut."""
+    if config.quantised:
+        return CUTS_SHARE, CUTS_COST_8BIT
+    return (WIDE_CUTS_SHARE, WIDE_CUTS_COST) if config.head_dim > WIDE else (CUTS_SHARE, CUTS_COST)
 
 
 def _in_32_bits(cost, heads: int):

@@ -230,9 +230,9 @@ def test_short_decodes_are_not_cut_and_loads_differ_by_a_unit(count, length):
     assert max(units) == -(-count * config.num_kv_heads // config.workers)
 
 
-WAVES = {  # name -> requests, rows of padding, kv heads, the longest pipeline's share of an equal one, if it has more than a unit
+WAVES = {  # name -> requests, rows of padding, kv heads, the longest pipeline's share over an equal one at most
     "ragged": ([(1, 50 + 37 * i % 751) for i in range(256)], 0, 8, 1.05),
-    "beside padding": ([(1, 360 + 97 * i % 240) for i in range(200)] + [(0, 0)] * 56, 56, 8, 1.1),  # 6.2 units a pipeline
+    "beside padding": ([(1, 360 + 97 * i % 240) for i in range(200)] + [(0, 0)] * 56, 56, 8, 1.1),  # 6.2 units each
     "one head": ([(1, 50 + 37 * i % 751) for i in range(512)], 0, 1, 1.1),
     "long alike": ([(1, 4096)] * 66, 0, 8, 1.01),
     "speculative, a window of holes": ([(3, 300), (0, 0), (1, 40)] * 90, 9, 8, 1.06),
@@ -436,11 +436,15 @@ PROMPTS = [(n, n) for n in (93, 776, 1324, 139, 80)]
 
 
 @pytest.mark.parametrize(
-    ("batch", "dim", "is_cut"),
-    [(PROMPTS, 128, True), (PROMPTS, 256, False), ([(1324, 1324)], 256, False), ([(512, 32768)], 256, True)],
-)
-def test_cuts_of_wide_heads_cost_more(batch, dim, is_cut):
-    shape = SHAPE | dict(head_dim=dim, v_head_dim=dim, block_kv=64)
+    ("batch", "dim", "kv_dtype", "is_cut"),
+    [
+        (PROMPTS, 128, "int8", True), (PROMPTS, 128, "bfloat16", False), (PROMPTS, 256, "bfloat16", False),
+        ([(512, 900)], 128, "bfloat16", True), ([(512, 900)], 256, "bfloat16", False),
+        ([(512, 32768)], 256, "bfloat16", True),
+    ],
+)  # fmt: skip
+def test_what_cuts_cost_depends_on_the_heads_and_the_cache(batch, dim, kv_dtype, is_cut):
+    shape = SHAPE | dict(head_dim=dim, v_head_dim=dim, block_kv=64, kv_dtype=kv_dtype)
     config = GpuKernelConfig(**shape, num_heads=16, num_kv_heads=8, mask=MaskRule(causal=True), num_ctas=132)
     q_lens, seqs = np.array(batch, np.int32).T
     starts = np.append(0, np.cumsum(q_lens)).astype(np.int32)
