@@ -156,7 +156,8 @@ class Engine:
         from jattn.models.load import check_cache_quant
 
         device.check_context(PLACES)
-        taken = {*inspect.signature(Engine).parameters, *inspect.signature(cls).parameters}
+        arguments = [each for owner in cls.__mro__[:-1] for each in inspect.signature(owner).parameters.values()]
+        taken = {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
         if unknown := sorted(options.keys() - taken | options.keys() & OF_FOLDER):
             raise TypeError(f"{cls.__name__}.from_pretrained has no argument {', '.join(unknown)}")
         of_folder: dict[str, Any] = dict(dtype=dtype, quantization=quantization)

@@ -227,6 +227,27 @@ def test_other_options_are_named_before_a_weight_is_loaded(processes, tmp_path, 
         )
 
 
+@pytest.mark.parametrize("name", ["args", "options", "dtpye"])
+def test_an_option_that_an_engine_does_not_have_is_named_before_a_weight_is_loaded(
+    processes, tmp_path, monkeypatch, name
+):
+    """Also one that is called as the parameters of a signature that take whatever is left."""
+    make, _, _ = processes
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(TypeError, match=f"LockStepEngine.from_pretrained has no argument {name}$"):
+        LockStepEngine.from_pretrained(folder_of(tmp_path / "0"), processes=make(0), mesh=mesh(2), **{name: 1})
+
+
+def test_a_subclass_that_hands_its_options_on_has_those_of_its_bases(processes, tmp_path):
+    class Own(LockStepEngine):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+
+    make, _, _ = processes
+    options = dict(mesh=mesh(2), num_blocks=9, block_size=4)
+    assert Own.from_pretrained(folder_of(tmp_path / "0"), processes=make(0), **options).processes.leads
+
+
 def test_a_folder_that_is_not_there_is_what_one_process_says_of_it(processes, tmp_path):
     make, _, _ = processes
     with pytest.raises(FileNotFoundError, match="absent is not a folder; pass one with config.json"):
