@@ -1,14 +1,12 @@
 """What an Engine is made of: the rules of its options, its model, and its mesh. A refusal lists every reason."""
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 
-from jattn import device
 from jattn.backends import Feature, explain, resolve
 from jattn.engine import weights
 from jattn.engine.dispatch import Model
@@ -27,22 +25,6 @@ OPTIONS = dict(
     chat_template=optional(kind(ChatTemplate)),
 )  # fmt: skip
 """The rule of each option of the Engine."""
-
-MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_parallel="context")
-"""Option of from_pretrained -> the mesh axis of that size, outermost first."""
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """The error of the first option that breaks its rule: from_pretrained calls it before it loads weights."""
-    from jattn.models.model_folder import weights_dtype
-    from jattn.models.quantising import check_quantization
-
-    for name, value in options.items():
-        if name in OPTIONS:
-            OPTIONS[name](name, value)
-    weights_dtype(options.get("dtype"))
-    if options.get("quantization") is not None:
-        check_quantization(options["quantization"])
 
 
 def check_decoder_only(config: Any) -> None:
@@ -105,25 +87,6 @@ def _invariant_backend(backend: str, specs: Many[tuple], needs: tuple[Feature, .
             f"{'use one of ' + ', '.join(able) if able else 'no backend does for every layer of this model'}"
         )
     return able[0] if backend == "auto" else backend
-
-
-def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
-    """The mesh that the options of from_pretrained mean, which are the sizes of MESH_AXES; None: one device."""
-    count = math.prod(integer(1)(name, sizes[name]) for name in MESH_AXES)
-    told = " and ".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
-    if mesh is not None and count > 1:
-        raise ValueError(f"give mesh= or {told}, not both")
-    if mesh is not None or count == 1:
-        return mesh
-    devices = device.devices()
-    devices_are_cpus = devices[0].platform == "cpu"
-    if count > len(devices):
-        raise ValueError(
-            f"{told}: {count} devices are needed, and JAX has {len(devices)}"
-            + (f"; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count={count}" * devices_are_cpus)
-        )
-    shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())
-    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices[:count])
 
 
 def check_weights(config: Any, params: Any) -> None:

@@ -1,7 +1,6 @@
 """Engine: generates tokens for many requests at once. It checks what it is given, and its StepLoop computes it."""
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
@@ -20,6 +19,7 @@ from jattn.engine import (
     construction,
     data_ranks,
     interrupts,
+    pretrained,
     shared_prefix,
     sizing,
     switch_interval,
@@ -37,8 +37,8 @@ from jattn.engine.shapes import StepShapes
 from jattn.engine.stats import Stats
 from jattn.engine.step_loop import StepLoop
 from jattn.errors.arguments import takes
-from jattn.text.chat import ChatTemplate, load_chat_template
-from jattn.text.tokenizer import Tokenizer, load_tokenizer
+from jattn.text.chat import ChatTemplate
+from jattn.text.tokenizer import Tokenizer
 
 log = logging.getLogger("jattn.engine")
 
@@ -46,9 +46,6 @@ Prompt = str | Many[int]
 
 PLACES = "an engine places its arrays"
 """What device.check_context says of an Engine."""
-
-OF_FOLDER = {"config", "params", "tokenizer", "chat_template"}
-"""Arguments of an Engine that from_pretrained reads from the folder."""
 
 
 class Engine:
@@ -152,32 +149,12 @@ class Engine:
         With a mesh, threads read the mapped files and each weight goes straight into its parts: no device holds more
         than its part, and the host holds at most one weight of each thread besides.
         """
-        from jattn import models
-        from jattn.models.load import check_cache_quant
-
         device.check_context(PLACES)
-        arguments = [each for owner in cls.__mro__[:-1] for each in inspect.signature(owner).parameters.values()]
-        taken = {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
-        if unknown := sorted(options.keys() - taken | options.keys() & OF_FOLDER):
-            raise TypeError(f"{cls.__name__}.from_pretrained has no argument {', '.join(unknown)}")
-        of_folder: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
-        construction.check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel) | of_folder)
-        mesh = construction.mesh_of(
-            mesh, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
+        return pretrained.make(
+            cls, directory, options, progress=progress, mesh=mesh, dtype=dtype, quantization=quantization,
+            expert_parallel=expert_parallel, data_parallel=data_parallel, tensor_parallel=tensor_parallel,
             decode_context_parallel=decode_context_parallel,
         )  # fmt: skip
-        config, sharding = models.load_config(directory), None
-        construction.check_decoder_only(config)
-        check_cache_quant(directory, options.get("cache_quant"))
-        if mesh is not None:
-            sharding = construction.model_mesh_of(config, mesh, cls.spans_processes, expert_parallel)
-            sharding = sharding.weight_sharding(config)
-        # first, because a folder without a tokenizer is refused
-        tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
-        config, params = models.load(directory, sharding=sharding, progress=progress, **of_folder)
-        return cls(
-            config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
-        )
 
     # ------------------------------------------------------------------ a list of prompts
     @callers.one_at_a_time

@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from jattn import compile_cache
-from jattn.engine import Engine, construction, keep_freed_memory
+from jattn.engine import Engine, keep_freed_memory, pretrained
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import integer
 from jattn.models.sentence_folder import is_sentence_folder
@@ -102,8 +102,8 @@ def _check_engine(options: ReplicaOptions) -> None:
     taken = {*inspect.signature(Engine).parameters, *inspect.signature(Engine.from_pretrained).parameters}
     if unknown := sorted({*options.engine} - taken):
         raise ValueError(f"{', '.join(unknown)} in engine: Engine.from_pretrained has no such argument")
-    construction.check_options(options.engine)
-    devices = math.prod(integer(1)(name, options.engine.get(name, 1)) for name in construction.MESH_AXES)
+    pretrained.check_options(options.engine)
+    devices = math.prod(integer(1)(name, options.engine.get(name, 1)) for name in pretrained.MESH_AXES)
     if devices > 1 and 0 < options.num_gpus < devices:
         raise ValueError(f"engine is for {devices} devices, and num_gpus={options.num_gpus:g}: give as many")
 

@@ -1,0 +1,96 @@
+"""Engine.from_pretrained: an engine for a Hugging Face folder. Its options are checked before a weight is read."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from jattn import device
+from jattn.engine import construction
+from jattn.errors.arguments import integer
+from jattn.text.chat import load_chat_template
+from jattn.text.tokenizer import load_tokenizer
+
+OF_FOLDER = {"config", "params", "tokenizer", "chat_template"}
+"""Arguments of an Engine that are read from the folder."""
+
+MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_parallel="context")
+"""Option of from_pretrained -> the mesh axis of that size, outermost first."""
+
+
+def make(
+    engine: Any,  # the class
+    directory: str | Path,
+    options: dict[str, Any],  # of the class
+    *,
+    progress: Callable[[int, int, str], None] | None,
+    mesh: Mesh | None,
+    dtype: str | None,
+    quantization: str | None,
+    expert_parallel: bool,
+    **sizes: int,  # of MESH_AXES
+) -> Any:
+    """An engine of this class for the folder: see Engine.from_pretrained."""
+    from jattn import models
+    from jattn.models.load import check_cache_quant
+
+    if unknown := unknown_names(engine, options):
+        raise TypeError(f"{engine.__name__}.from_pretrained has no argument {', '.join(unknown)}")
+    of_weights: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
+    check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel) | of_weights)
+    mesh = mesh_of(mesh, **sizes)
+    config, sharding = models.load_config(directory), None
+    construction.check_decoder_only(config)
+    check_cache_quant(directory, options.get("cache_quant"))
+    if mesh is not None:
+        sharding = construction.model_mesh_of(config, mesh, engine.spans_processes, expert_parallel)
+        sharding = sharding.weight_sharding(config)
+    # first, because a folder without a tokenizer is refused
+    tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
+    config, params = models.load(directory, sharding=sharding, progress=progress, **of_weights)
+    return engine(
+        config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
+    )
+
+
+def unknown_names(engine: type, names: Iterable[str]) -> list[str]:
+    """Those of the names that are no arguments of this class, or that the folder gives."""
+    arguments = [each for owner in engine.__mro__[:-1] for each in inspect.signature(owner).parameters.values()]
+    taken = {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    return sorted({*names} - (taken - OF_FOLDER))
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """The error of the first option that breaks its rule."""
+    from jattn.models.model_folder import weights_dtype
+    from jattn.models.quantising import check_quantization
+
+    for name, value in options.items():
+        if name in construction.OPTIONS:
+            construction.OPTIONS[name](name, value)
+    weights_dtype(options.get("dtype"))
+    if options.get("quantization") is not None:
+        check_quantization(options["quantization"])
+
+
+def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
+    """The mesh that the options of from_pretrained mean, which are the sizes of MESH_AXES; None: one device."""
+    count = math.prod(integer(1)(name, sizes[name]) for name in MESH_AXES)
+    told = " and ".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
+    if mesh is not None and count > 1:
+        raise ValueError(f"give mesh= or {told}, not both")
+    if mesh is not None or count == 1:
+        return mesh
+    devices = device.devices()
+    devices_are_cpus = devices[0].platform == "cpu"
+    if count > len(devices):
+        raise ValueError(
+            f"{told}: {count} devices are needed, and JAX has {len(devices)}"
+            + (f"; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count={count}" * devices_are_cpus)
+        )
+    shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())
+    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices[:count])
