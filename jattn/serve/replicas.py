@@ -99,8 +99,9 @@ def build(options: ReplicaOptions) -> serve.Application:
 
 def _check_engine(options: ReplicaOptions) -> None:
     """An error for what every replica would refuse, because Ray starts such replicas again and again."""
-    taken = {*inspect.signature(Engine).parameters, *inspect.signature(Engine.from_pretrained).parameters}
-    if unknown := sorted({*options.engine} - taken):
+    own = inspect.signature(Engine.from_pretrained).parameters.values()
+    taken = {each.name for each in own if each.kind is each.KEYWORD_ONLY}
+    if unknown := pretrained.unknown_names(Engine, options.engine.keys() - taken):
         raise ValueError(f"{', '.join(unknown)} in engine: Engine.from_pretrained has no such argument")
     pretrained.check_options(options.engine)
     devices = math.prod(integer(1)(name, options.engine.get(name, 1)) for name in pretrained.MESH_AXES)

@@ -137,6 +137,7 @@ WRONG = [
     (dict(prefix_characters=-5), "greater than or equal to 1"),  # would cut the end of a prompt
     (dict(health_seconds=float("nan")), "finite"),
     (dict(engine=dict(tensor_paralel=2)), "tensor_paralel in engine: Engine.from_pretrained has no such argument"),
+    (dict(engine=dict(options={}, params=1)), "options, params in engine: Engine.from_pretrained has no such argument"),
     (dict(engine=dict(block_size=0)), "block_size=0 must be a positive integer"),
     (dict(engine=dict(dtype="int8")), "dtype=int8 of weights must be None or one of"),
     (dict(engine=dict(quantization="int3")), "quantization='int3' is not known"),
