@@ -7,6 +7,7 @@ the same programs in the same order, and the devices can communicate.
 """
 
 import dataclasses
+import inspect
 import secrets
 import zlib
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import jax
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from jattn.engine import admission, callers, construction, interrupts
+from jattn.engine import admission, callers, construction, interrupts, pretrained
 from jattn.engine.data_ranks import Tables
 from jattn.engine.engine import Engine, Prompt
 from jattn.engine.flights import Flights
@@ -46,6 +47,14 @@ JAX_SETTINGS = (
 
 OBJECTS = ("tokenizer", "chat_template", "forward")
 """Options of which processes compare the type: the text of such an object has its address."""
+
+DEFAULTS = {
+    name: each.default
+    for function in (Engine.from_pretrained, Engine)
+    for name, each in inspect.signature(function).parameters.items()
+    if each.default is not each.empty and name not in ("progress", "mesh", "seed")
+}
+"""Option of an Engine -> its default, with which a process compares what another one gives."""
 
 PLANS_CHECKED_EVERY = 16
 """Every 16th dispatch adds its plan and block tables to the checksum; every dispatch adds its tokens."""
@@ -98,7 +107,7 @@ class LockStepEngine(Engine):
         given = _as_text({name: value for name, value in options.items() if name not in ("progress", "seed")})
         tokenizer = tokenizer_fingerprint(directory)  # each process looks for stop strings
         files = dict(model=_checksum(config), weights=fingerprint, tokenizer=tokenizer)
-        _agree(processes, "given", _own_jax() | files | given)
+        _agree(processes, "given", _own_jax() | given | files)  # files last: there is an option tokenizer
         made = super().from_pretrained(directory, fingerprint=fingerprint, processes=processes, **options)
         assert isinstance(made, LockStepEngine)
         return made
@@ -234,7 +243,8 @@ def _agree(processes: Processes, key: str, mine: dict[str, Any], free: tuple[str
 
 
 def _as_text(options: dict[str, Any]) -> dict[str, str]:
-    """The options as processes compare them."""
+    """All options as processes compare them: values that mean the same have one text."""
+    options = pretrained.check_options(DEFAULTS | options)
     is_object = lambda name, value: name in OBJECTS and value is not None
     return {name: type(value).__name__ if is_object(name, value) else repr(value) for name, value in options.items()}
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jattn import device
 from jattn.engine import construction
-from jattn.errors.arguments import integer
+from jattn.errors.arguments import integer, optional
 from jattn.text.chat import load_chat_template
 from jattn.text.tokenizer import load_tokenizer
 
@@ -64,17 +64,16 @@ def unknown_names(engine: type, names: Iterable[str]) -> list[str]:
     return sorted({*names} - (taken - OF_FOLDER))
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """The error of the first option that breaks its rule."""
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as their rules return them; the error of the first that breaks its rule."""
     from jattn.models.model_folder import weights_dtype
     from jattn.models.quantising import check_quantization
 
-    for name, value in options.items():
-        if name in construction.OPTIONS:
-            construction.OPTIONS[name](name, value)
-    weights_dtype(options.get("dtype"))
-    if options.get("quantization") is not None:
-        check_quantization(options["quantization"])
+    of_weights = dict(
+        dtype=lambda _, dtype: weights_dtype(dtype), quantization=optional(lambda _, name: check_quantization(name))
+    )
+    rules = construction.OPTIONS | of_weights | dict.fromkeys(MESH_AXES, integer(1))
+    return {name: rules[name](name, value) if name in rules else value for name, value in options.items()}
 
 
 def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:

@@ -34,10 +34,11 @@ def quantise(params: dict[str, Any], quantization: str) -> dict[str, Any]:
     return jax.tree.unflatten(structure, [quantised(weight_path(path), leaf, quantization) for path, leaf in leaves])
 
 
-def check_quantization(quantization: str) -> None:
-    """ValueError for an unknown name."""
+def check_quantization(quantization: str) -> str:
+    """The name; ValueError for an unknown one."""
     if quantization not in QUANTIZATIONS:
         raise ValueError(f"{quantization=} is not known; use one of {', '.join(QUANTIZATIONS)}")
+    return quantization
 
 
 def quantised(path: str, weight: Any, quantization: str) -> Any:

@@ -30,7 +30,6 @@ from starlette.responses import Response, StreamingResponse
 from jattn import compile_cache
 from jattn.engine import Engine, keep_freed_memory, pretrained
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import integer
 from jattn.models.sentence_folder import is_sentence_folder
 from jattn.serve import body, errors
 from jattn.serve.app import make_app
@@ -103,8 +102,8 @@ def _check_engine(options: ReplicaOptions) -> None:
     taken = {each.name for each in own if each.kind is each.KEYWORD_ONLY}
     if unknown := pretrained.unknown_names(Engine, options.engine.keys() - taken):
         raise ValueError(f"{', '.join(unknown)} in engine: Engine.from_pretrained has no such argument")
-    pretrained.check_options(options.engine)
-    devices = math.prod(integer(1)(name, options.engine.get(name, 1)) for name in pretrained.MESH_AXES)
+    engine = pretrained.check_options(options.engine)
+    devices = math.prod(engine.get(name, 1) for name in pretrained.MESH_AXES)
     if devices > 1 and 0 < options.num_gpus < devices:
         raise ValueError(f"engine is for {devices} devices, and num_gpus={options.num_gpus:g}: give as many")
 

@@ -7,6 +7,7 @@ import time
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
@@ -146,7 +147,7 @@ def test_objects_of_one_type_are_one_start(processes):
 def test_an_option_that_only_process_0_has_is_named(processes):
     make, _, _ = processes
     engine(make(0), cascade_attention=False)
-    with pytest.raises(ValueError, match="started differently: here cascade_attention=None and there False$"):
+    with pytest.raises(ValueError, match="started differently: here cascade_attention=True and there False$"):
         engine(make(1))
 
 
@@ -210,7 +211,8 @@ def test_another_number_of_processes_is_named(processes):
     ("option", "told"),
     [
         (dict(quantization="int8"), "here quantization='int8' and there None"),
-        (dict(max_num_seqs=3), "here max_num_seqs=3 and there None"),
+        (dict(max_num_seqs=3), "here max_num_seqs=3 and there 32"),
+        (dict(tensor_parallel=2), "here tensor_parallel=2 and there 1"),
         (dict(dtype="float16"), "here dtype='float16' and there None"),
     ],
 )
@@ -225,6 +227,23 @@ def test_other_options_are_named_before_a_weight_is_loaded(processes, tmp_path, 
         LockStepEngine.from_pretrained(
             tmp_path, processes=make(1), mesh=mesh(2), num_blocks=9, block_size=4, seed=3, **option
         )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (dict(dtype="auto"), {}),
+        (dict(dtype=None), dict(dtype="auto")),
+        (dict(dtype="bfloat16"), dict(dtype=jnp.bfloat16)),
+        (dict(cache_dtype=jnp.float32, backend="auto"), dict(cache_dtype="float32", max_num_seqs=32)),
+    ],
+    ids=["not given", "None", "an object", "of the cache"],
+)
+def test_options_that_mean_the_same_are_one_start(processes, tmp_path, one, other):
+    make, _, _ = processes
+    folder, options = folder_of(tmp_path / "0"), dict(mesh=mesh(2), num_blocks=9, block_size=4)
+    for id, own in enumerate((one, other)):
+        LockStepEngine.from_pretrained(folder, processes=make(id), **options, **own)
 
 
 @pytest.mark.parametrize("name", ["args", "options", "dtpye"])
