@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jattn import models
-from jattn.errors.arguments import boolean, check_fields, check_kind, integer, optional, sequence_of, short, text
+from jattn.errors.arguments import BYTES, boolean, check_fields, check_kind, integer, optional, sequence_of, short, text
 from jattn.models.dense import DenseLayer, dense_layer, read_dense
 from jattn.models.embedding import check_dim, output_size
 from jattn.models.model_folder import weights_dtype
@@ -154,7 +154,7 @@ class Embedder:
 
 
 def _is_list(value: Any) -> bool:
-    return (isinstance(value, Sequence) and not isinstance(value, str | bytes)) or np.ndim(value) > 0
+    return not isinstance(value, (str, *BYTES)) and (isinstance(value, Sequence) or np.ndim(value) > 0)
 
 
 def _token_ids(ids: Sequence[int], vocab_size: int) -> list[int]:

@@ -16,11 +16,11 @@ from jattn.engine.blocks import request_root
 from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.scheduler import Limits
-from jattn.errors.arguments import check_kind, short
+from jattn.errors.arguments import BYTES, check_kind, short
 from jattn.text.tokenizer import Tokenizer
 
 NO_PROMPTS = "prompts must be a text, token ids, or a list of these, got "
-NOT_PROMPTS = bytes, bytearray, Mapping, Set
+NOT_PROMPTS = *BYTES, Mapping, Set
 """Types with members that are neither prompts nor token ids."""
 
 
@@ -141,8 +141,9 @@ def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> tuple[tuple
         if not is_encodable(prompt):
             raise ValueError("the prompt holds a surrogate, which is no character and cannot be encoded as UTF-8")
         prompt = tuple(tokenizer.encode(prompt))
-    if isinstance(prompt, (bytes, bytearray)):
-        raise ValueError("a prompt of bytes is neither text nor token ids: decode it, or give list(prompt)")
+    if isinstance(prompt, BYTES):
+        kind = type(prompt).__name__
+        raise ValueError(f"a prompt of {kind} is neither text nor token ids: decode it, or give list(prompt)")
     if isinstance(prompt, (list, tuple)):
         prompt = tuple(prompt)  # a list may change while it is read
         types = list(map(type, prompt))

@@ -24,6 +24,9 @@ C = TypeVar("C")
 Rule = Callable[[str, Any], Any]
 
 INT32 = 2**31 - 1
+BYTES = bytes, bytearray, memoryview
+"""Types of bytes. Iteration gives integers, but they are neither a list of numbers nor text."""
+
 _INTEGERS, _NUMBERS, _BOOLS = "integers", "real numbers", "bools"
 _TYPES = {_INTEGERS: "an integer type", _NUMBERS: "a type of real numbers", _BOOLS: "bool"}
 
@@ -82,7 +85,7 @@ def sequence_of(rule: Rule) -> Rule:
     """A list, tuple or iterator, as a tuple; strings, mappings, sets and arrays are refused."""
 
     def check(name: str, value: Any) -> tuple:
-        if isinstance(value, (str, bytes, dict, set, np.ndarray, jax.Array)) or not hasattr(value, "__iter__"):
+        if isinstance(value, (str, *BYTES, dict, set, np.ndarray, jax.Array)) or not hasattr(value, "__iter__"):
             raise TypeError(f"{name} must be a list or tuple, got {type(value).__name__}")
         return tuple(rule(f"{name}[{i}]", member) for i, member in enumerate(value))
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jattn.errors.arguments import check_kind, short
+from jattn.errors.arguments import BYTES, check_kind, short
 from jattn.models.files import is_there, read_json, read_text
 from jattn.text.renderer import render
 from jattn.text.special import read_special_tokens
@@ -177,7 +177,7 @@ def _plain(value: Any, depth: int = MAX_DEPTH) -> Any:
         raise ValueError(f"the lists and objects for a chat template are nested more than {MAX_DEPTH} deep")
     if isinstance(value, Mapping):
         return {str(key): _plain(item, depth - 1) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+    if isinstance(value, Sequence) and not isinstance(value, BYTES):
         return [_plain(item, depth - 1) for item in value]
     raise ValueError(f"a chat template takes text, numbers, lists and objects, not {type(value).__name__}")
 

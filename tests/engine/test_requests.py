@@ -80,6 +80,7 @@ def test_a_prompt_may_be_any_sequence_of_integers():
         ([{"a": 1}], "object"),
         (["text"], "needs a tokenizer"),
         ([b"bytes"], "decode it"),
+        ([memoryview(b"bytes")], "a prompt of memoryview is neither text nor token ids"),
         ([[5] * 10**6], "1000000 tokens"),
     ],
 )
@@ -94,6 +95,8 @@ WRONG_CALLS = {
     "a number": (5.5, None, "prompts must be a text, token ids, or a list of these, got float"),
     "none": (None, None, "prompts must be .*, got NoneType"),
     "bytes": (b"text", None, "prompts must be .*, got bytes"),
+    "a view of bytes": (memoryview(b"text"), None, "prompts must be .*, got memoryview"),
+    "a view of integers": (memoryview(np.arange(5, dtype=np.int32)), None, "prompts must be .*, got memoryview"),
     "a mapping": ({"prompt": [5]}, None, "prompts must be .*, got dict"),
     "a set": ({5, 6}, None, "prompts must be .*, got set"),
     "floats": ([3.5], None, "prompts must be .*, got a list of float"),
