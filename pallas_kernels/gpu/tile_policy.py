@@ -106,14 +106,6 @@ def _chosen(policies: tuple[Callable, ...], batch: tuple, fields: tuple[tuple[st
     return config
 
 
-def make_config(**fields) -> GpuKernelConfig:
-    """default_config, or NotImplementedError with every reason why the kernel cannot serve it."""
-    config = default_config(**fields)
-    if reasons := supports(config):
-        raise NotImplementedError("; ".join(reasons))
-    return config
-
-
 def _is_few(request: TileRequest) -> bool:
     """True if no tile has more rows than one warpgroup takes, or than the caller's narrow tiles."""
     return request.rows is not None and request.rows <= request.config.few_rows

@@ -1,5 +1,7 @@
 """Every kernel x config lowers for CUDA on a machine with no GPU."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,7 +13,7 @@ from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.gpu.config import SMEM_OF_MOSAIC, GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
-from pallas_kernels.gpu.tile_policy import make_config
+from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.work_list import build_work_list
 
 BASE = dict(
@@ -121,7 +123,7 @@ QUICK = (
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_lowers_for_cuda(name):
-    config = make_config(**(BASE | CASES[name]))
+    config = default_config(**(BASE | CASES[name]))
     assert len(lower(config).mlir_module_serialized) > 10_000
 
 
@@ -156,8 +158,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refuses_with_a_reason(name):
-    with pytest.raises(NotImplementedError, match="wanted|take|larger"):
-        make_config(**(BASE | REFUSED[name]))
+    reasons = supports(default_config(**(BASE | REFUSED[name])))
+    assert any(re.search("wanted|take|larger", reason) for reason in reasons), reasons
 
 
 def test_supports_lists_every_reason():
@@ -166,7 +168,7 @@ def test_supports_lists_every_reason():
 
 
 def test_the_door_checks_shapes_and_options():
-    config = make_config(**BASE)
+    config = default_config(**BASE)
     q, pool = jnp.zeros((4, 32, 128), jnp.bfloat16), jnp.zeros((2, 8, 16, 128), jnp.bfloat16)
     table = jnp.zeros((1, 2), jnp.int32)
     work = jax.jit(build_work_list, static_argnums=(2, 3))(jnp.array([0, 4]), jnp.array([4]), 4, config)
@@ -195,6 +197,6 @@ SCALED = dict(kv_dtype="float8_e4m3fn", token_scales=True, logits=ALIBI, q_buffe
 def test_shared_memory_is_no_more_than_is_counted(fields):
     """Mosaic takes the device's limit, which a machine without a GPU lacks, and refuses a byte more."""
     every: dict = BASE | fields
-    config = make_config(**every)
+    config = default_config(**every)
     with artificial_shared_memory_limit(config.smem_bytes + SMEM_OF_MOSAIC):
         lower(config)
