@@ -84,13 +84,8 @@ class Schedule:
     reductions: Reductions
     num_items: jax.Array  # i32[]
     num_reductions: jax.Array  # i32[]
-    num_splits: jax.Array  # i32[] all partial results
+    num_splits: jax.Array  # i32[] all partial results: at most two for each entry of the reductions
     plan: SchedulePlan = dataclasses.field(metadata=dict(static=True))
-
-    @property
-    def split_capacity(self) -> int:
-        """Static upper bound of the partial results."""
-        return 2 * self.reductions.req_id.shape[0]
 
 
 def make_schedule(

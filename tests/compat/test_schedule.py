@@ -74,8 +74,8 @@ def test_every_visible_pair_is_in_one_item_and_no_item_reads_an_invisible_key(ma
 def test_every_live_token_is_written_by_one_item_or_one_reduction(plan, batch):
     meta = padded(batch)
     work = get_scheduler_metadata(meta, spec(2), **plan)
-    writes, slots = np.zeros(meta.num_tokens, int), np.zeros(work.split_capacity, int)
     items, red = work.items, work.reductions
+    writes, slots = np.zeros(meta.num_tokens, int), np.zeros(2 * len(red.req_id), int)
     for i in range(int(work.num_items)):
         assert items.q_num[i] >= 1
         if items.split_id[i] < 0:
