@@ -23,6 +23,7 @@ from jattn.ops.rotation import Angles, rotate
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import PAD_SLOT_ID, AnyArray, AttentionType, Feature, MultipleOf, bases_of
+from pallas_kernels.algebra.checks import Subject, subjects
 
 
 class AttentionMetadata(Protocol):
@@ -291,7 +292,7 @@ class AttentionBackend(BackendMethods):
         """
         own = cls.layer_reasons(spec, cache_spec, chip)
         if cache_spec is not None and not cls.supports_block_size(cache_spec.block_size):
-            own = tuple(why for why in own if f"page size {cache_spec.block_size}:" not in why)  # the list tells it
+            own = tuple(why for why in own if Subject.PAGE_SIZE not in subjects([why]))  # the list tells it
         own += cls.query_reasons(spec, cache_spec, chip, *dtypes) if dtypes else ()
         return tuple(reasons_against(cls, Question.of(spec, cache_spec, chip, needs), own))
 

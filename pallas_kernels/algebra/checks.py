@@ -1,18 +1,43 @@
 """Checks that every chip's kernel makes before it is launched."""
 
 import dataclasses
+import enum
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 
+class Subject(enum.Enum):
+    """What a reason is about, if a caller may have another one that says the same."""
+
+    PAGE_SIZE = enum.auto()
+    MEMORY = enum.auto()  # of the chip, that a launch needs
+
+
+class Reason(str):
+    """Why a kernel cannot serve something. `about`: its subject, if it has one."""
+
+    about: Subject | None
+
+    def __new__(cls, text: str, about: Subject | None = None):
+        reason = super().__new__(cls, text)
+        reason.about = about
+        return reason
+
+
 class Reasons(list[str]):
     """Why a kernel cannot serve something, in order; empty if it can."""
 
-    def refuse(self, when: bool, reason: str) -> None:
+    def refuse(self, when: bool, reason: str, about: Subject | None = None) -> None:
         """Add the reason if `when` is true."""
         if when:
-            self.append(reason)
+            self.append(Reason(reason, about))
+
+
+def subjects(reasons: Iterable[str]) -> set[Subject]:
+    """What these reasons are about, those without a subject left out."""
+    return {reason.about for reason in reasons if isinstance(reason, Reason) and reason.about is not None}
 
 
 def unlisted_fields(rule: Any, honoured: tuple[str, ...]) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from pallas_kernels.algebra.checks import Reasons, unlisted_fields
+from pallas_kernels.algebra.checks import Reasons, Subject, unlisted_fields
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, WARPGROUP_ROWS, GpuKernelConfig
@@ -152,7 +152,9 @@ def supports_mla(config: MlaKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.has_sinks, "sinks: not in this kernel")
     refuse(c.listed and c.is_decoded, "listed keys: wanted a cache of 16 bits")
     page = c.page_size
-    refuse(page < 8 or page & (page - 1) != 0, f"page size {page}: wanted a power of two of at least 8")
+    fits = page >= 8 and page & (page - 1) == 0
+    refuse(not fits, f"page size {page}: wanted a power of two of at least 8", Subject.PAGE_SIZE)
     wanted = c.smem_bytes
-    refuse(not reasons and wanted > SMEM_BYTES, f"{wanted} bytes of shared memory; there are {SMEM_BYTES}")
+    seen = f"{wanted} bytes of shared memory; there are {SMEM_BYTES}"
+    refuse(not reasons and wanted > SMEM_BYTES, seen, Subject.MEMORY)
     return reasons

@@ -1,6 +1,6 @@
 """What the Hopper attention kernel cannot serve: `supports` gives every reason. Each list names what it can."""
 
-from pallas_kernels.algebra.checks import Reasons, unlisted_fields
+from pallas_kernels.algebra.checks import Reasons, Subject, unlisted_fields
 from pallas_kernels.gpu.config import FP8, KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.rows_sm90 import swizzle_bytes
 
@@ -21,7 +21,8 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse = reasons.refuse
     refuse(chip != "sm_90", f"chip {chip}: the kernel uses Hopper's wgmma, only sm_90 has it")
     reasons += shape_reasons(c)
-    refuse(c.page_size % COPY_ROWS != 0, f"page size {c.page_size}: wanted a multiple of {COPY_ROWS}")
+    page = f"page size {c.page_size}: wanted a multiple of {COPY_ROWS}"
+    refuse(c.page_size % COPY_ROWS != 0, page, Subject.PAGE_SIZE)
     narrow = c.narrow_rows
     refuse(narrow not in (0, 8, 16), f"narrow_rows {narrow}: wanted 0, 8 or 16")
     block = 128 // max(c.pipelines, 1)
@@ -77,7 +78,8 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
         c.token_scales and c.block_kv not in (64, 128), f"token_scales with blocks of {c.block_kv}: wanted 64 or 128"
     )
     wanted = c.smem_bytes
-    refuse(not reasons and wanted > SMEM_LIMIT, f"{wanted} bytes of shared memory; there are {SMEM_LIMIT}")
+    seen = f"{wanted} bytes of shared memory; there are {SMEM_LIMIT}"
+    refuse(not reasons and wanted > SMEM_LIMIT, seen, Subject.MEMORY)
     return reasons
 
 

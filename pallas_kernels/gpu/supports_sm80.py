@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from pallas_kernels.algebra.checks import Subject
 from pallas_kernels.gpu.config_sm80 import (
     BLOCK_KV,
     CHIPS,
@@ -36,6 +37,7 @@ def supports(config: WarpKernelConfig) -> list[str]:
         refuse(field.name in OF_HOPPER and value != field.default, wanted)
     refuse(c.num_ctas < 1, f"num_ctas {c.num_ctas}: wanted at least 1")
     refuse(c.compute_dtype is not None, f"compute_dtype {c.compute_dtype}: wanted sm_90 and pages of a multiple of 8")
-    if not reasons and c.smem_bytes > CHIPS[c.chip].smem_cta:
-        reasons.append(f"{c.smem_bytes} bytes of shared memory; there are {CHIPS[c.chip].smem_cta} on {c.chip}")
+    if not reasons:
+        wanted, room = c.smem_bytes, CHIPS[c.chip].smem_cta
+        refuse(wanted > room, f"{wanted} bytes of shared memory; there are {room} on {c.chip}", Subject.MEMORY)
     return reasons

@@ -4,7 +4,7 @@ The limits are those of the compiler and of the chips' data sheets. The kernel w
 never ran on one.
 """
 
-from pallas_kernels.algebra.checks import Reasons, unlisted_fields
+from pallas_kernels.algebra.checks import Reasons, Subject, unlisted_fields
 from pallas_kernels.tpu.config import LANES, LATENT_FORMS, TpuKernelConfig
 from pallas_kernels.tpu.functions import function_reasons
 from pallas_kernels.tpu.work_list import fields_of
@@ -48,7 +48,8 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     refuse(c.group > 128, f"{c.group} query heads on one kv head: at most 128")
     _refuse_dims(c, refuse)
     page = c.page_size
-    refuse(page % 16 != 0 or not 16 <= page <= 256, f"page size {page}: wanted a multiple of 16 from 16 to 256")
+    fits = page % 16 == 0 and 16 <= page <= 256
+    refuse(not fits, f"page size {page}: wanted a multiple of 16 from 16 to 256", Subject.PAGE_SIZE)
     refuse(c.layout not in ("HND", "NHD", "HND128"), f"layout {c.layout}: wanted HND, NHD or HND128")
     if c.layout == "HND128":
         rows = page * c.head_dim // LANES
@@ -56,6 +57,7 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
         refuse(
             not wanted,
             f"layout HND128, head_dim {c.head_dim}, page size {page}: wanted 16, 32 or 64, and pages of whole 8 rows",
+            Subject.PAGE_SIZE,
         )
         refuse(
             c.qq_bias or c.token_scales, "qq_bias or scales of tokens in the layout HND128: its keys are out of order"
@@ -74,7 +76,8 @@ def supports(config: TpuKernelConfig, *, chip: str = "") -> list[str]:
     reasons += function_reasons("score_fn", c.logits.score_fn, scored=True)
     room = VMEM.get(name, min(VMEM.values()))
     wanted = c.vmem_bytes() + SPILL
-    refuse(wanted > room, f"{wanted} bytes of VMEM ({c.num_kv_heads} kv heads); {name or 'the smallest chip'}: {room}")
+    seen = f"{wanted} bytes of VMEM ({c.num_kv_heads} kv heads)"
+    refuse(wanted > room, f"{seen}; {name or 'the smallest chip'}: {room}", Subject.MEMORY)
     return reasons
 
 

@@ -1,6 +1,8 @@
 """The reasons of a backend: all of them, in one order, and one for each field of a spec that needs a feature."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax.numpy as jnp
 import pytest
@@ -12,6 +14,7 @@ from jattn.device import Chip
 from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionSpec
 from pallas_kernels.algebra import logits, mask
+from pallas_kernels.algebra.checks import Reason, Subject
 from pallas_kernels.gpu import supports as gpu_supports
 from pallas_kernels.tpu import supports as tpu_supports
 from tests.backends.toy import CACHE, CPU, SPEC, ToyBackend, derived
@@ -139,6 +142,24 @@ def test_too_little_memory_is_told_beside_any_block_size(block_size):
     spec, cache_spec = AttentionSpec(num_heads=896, **dims), KVCacheSpec(num_blocks=8, block_size=block_size, **dims)
     found = registry.load("pallas_tpu").reasons(spec, cache_spec, Chip("tpu"))
     assert ["bytes of VMEM (128 kv heads)" in reason for reason in found] == [False] * (block_size == 12) + [True]
+
+
+def test_what_a_reason_is_about_is_not_read_from_its_words():
+    def own(*reasons):
+        return derived(layer_reasons=classmethod(lambda cls, *layer: reasons))
+
+    listed = "block_size not supported: 6 seen, multiples of 4 supported"
+    cache_spec = dataclasses.replace(CACHE, block_size=6)
+    plain, other = "over page size 6: no such library", Reason("no memory", Subject.MEMORY)
+    assert own(plain, other).reasons(SPEC, cache_spec, CPU) == (listed, plain, other)
+    assert own(Reason("six is odd", Subject.PAGE_SIZE)).reasons(SPEC, cache_spec, CPU) == (listed,)
+    assert own(Reason("six is odd", Subject.PAGE_SIZE)).reasons(SPEC, CACHE, CPU) == ("six is odd",)
+
+
+def test_a_reason_keeps_what_it_is_about_in_a_copy():
+    reason = Reason("too large", Subject.MEMORY)
+    for copied in (copy.deepcopy(reason), pickle.loads(pickle.dumps(reason))):
+        assert copied == "too large" and copied.about is Subject.MEMORY
 
 
 def test_a_combination_may_be_refused_where_its_parts_are_not():
