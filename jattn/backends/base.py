@@ -290,11 +290,12 @@ class AttentionBackend(BackendMethods):
 
         dtypes: of the queries and, without a cache, of the packed keys. Empty: they are not checked.
         """
-        own = cls.layer_reasons(spec, cache_spec, chip)
+        of_queries = cls.query_reasons(spec, cache_spec, chip, *dtypes) if dtypes else ()
+        told = subjects(of_queries)  # of these queries, and not of usual ones
         if cache_spec is not None and not cls.supports_block_size(cache_spec.block_size):
-            own = tuple(why for why in own if Subject.PAGE_SIZE not in subjects([why]))  # the list tells it
-        own += cls.query_reasons(spec, cache_spec, chip, *dtypes) if dtypes else ()
-        return tuple(reasons_against(cls, Question.of(spec, cache_spec, chip, needs), own))
+            told.add(Subject.PAGE_SIZE)  # by the list
+        of_layer = (why for why in cls.layer_reasons(spec, cache_spec, chip) if not subjects([why]) & told)
+        return tuple(reasons_against(cls, Question.of(spec, cache_spec, chip, needs), (*of_layer, *of_queries)))
 
 
 def fits(program: CommonAttentionMetadata, batch: CommonAttentionMetadata) -> bool:

@@ -144,6 +144,16 @@ def test_too_little_memory_is_told_beside_any_block_size(block_size):
     assert ["bytes of VMEM (128 kv heads)" in reason for reason in found] == [False] * (block_size == 12) + [True]
 
 
+@pytest.mark.parametrize("name", ["pallas_tpu", "pallas_tpu_invariant"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_too_little_memory_is_told_once_for_the_queries_that_are_asked_about(name, dtype):
+    dims = dict(head_dim=192, num_kv_heads=128)
+    spec, cache_spec = AttentionSpec(num_heads=896, **dims), KVCacheSpec(num_blocks=8, block_size=16, **dims)
+    (found,) = registry.load(name).reasons(spec, cache_spec, Chip("tpu"), (), (dtype,))
+    wanted = pallas_tpu.kernel_config(spec, cache_spec, dtype).vmem_bytes() + tpu_supports.SPILL
+    assert found.startswith(f"{wanted} bytes of VMEM")
+
+
 def test_what_a_reason_is_about_is_not_read_from_its_words():
     def own(*reasons):
         return derived(layer_reasons=classmethod(lambda cls, *layer: reasons))
