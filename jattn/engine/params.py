@@ -24,6 +24,14 @@ MAX_TEMPERATURE, REPETITION_RANGE = 1e6, (1e-2, 1e2)
 """Within these limits every finite float32 logit stays finite."""
 
 
+class SamplingParamsError(ValueError):
+    """Every mistake of a SamplingParams in one message. `fields`: the names of its fields that have one."""
+
+    def __init__(self, message: str, fields: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.fields = fields
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How to choose tokens and when to stop. Frozen; one ValueError names every mistake.
@@ -54,14 +62,14 @@ class SamplingParams:
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         for name in _FIELDS:
             object.__setattr__(self, name, _plain(getattr(self, name)))
-        reasons = list(self._reasons())
-        if reasons:
-            raise ValueError("; ".join(reasons))
+        if reasons := list(self._reasons()):
+            fields = tuple(dict.fromkeys(name for name, _ in reasons))
+            raise SamplingParamsError("; ".join(reason for _, reason in reasons), fields)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
 
     def _reasons(self):
-        """One sentence for each mistake."""
+        """(field, a sentence) for each mistake."""
         ranges = dict(
             temperature=(0, MAX_TEMPERATURE), min_p=(0, 1), repetition_penalty=REPETITION_RANGE,
             presence_penalty=(-2, 2), frequency_penalty=(-2, 2),
@@ -69,38 +77,43 @@ class SamplingParams:
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
             if not _is_number(value) or not low <= value <= high:
-                yield f"{name}={short(value)} must be a number from {low:g} up to {high:g}"
+                yield name, f"{name}={short(value)} must be a number from {low:g} up to {high:g}"
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
-            yield f"top_p={short(self.top_p)} must be a number above 0 up to 1"
+            yield "top_p", f"top_p={short(self.top_p)} must be a number above 0 up to 1"
         integers = dict(top_k=(-1, MAX_INT32), n=(1, MAX_COMPLETIONS), max_tokens=(1, MAX_INT32))
         optional = dict(seed=(0, 2**63 - 1), logprobs=(0, MAX_LOGPROBS))
         for name, (low, high) in (integers | optional).items():
             value, may_be_none = getattr(self, name), name in optional
             if not (may_be_none and value is None) and not (_is_int(value) and low <= value <= high):
                 kind = "None or an integer" if may_be_none else "an integer"
-                yield f"{name}={short(value)} must be {kind} from {low} up to {high}"
+                yield name, f"{name}={short(value)} must be {kind} from {low} up to {high}"
         yield from self._stop_reasons()
         for name in ("ignore_eos", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                yield f"{name}={short(getattr(self, name))} must be True or False"
+                yield name, f"{name}={short(getattr(self, name))} must be True or False"
         if self.temperature == 0 and _is_int(self.n) and self.n > 1:
-            yield f"n={short(self.n)} with temperature=0 gives the same completion n times; use n=1 or a temperature"
+            way_out = "gives the same completion n times; use n=1 or a temperature"
+            yield "n", f"n={short(self.n)} with temperature=0 {way_out}"
 
     def _stop_reasons(self):
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            yield f"stop={short(self.stop)} must be non-empty strings"
+            yield "stop", f"stop={short(self.stop)} must be non-empty strings"
         elif len(self.stop) > MAX_STOPS or sum(map(len, self.stop)) > MAX_STOP_CHARACTERS:
             yield (
-                f"stop has {len(self.stop)} strings of {sum(map(len, self.stop))} characters together; "
-                f"at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters together"
+                "stop",
+                (
+                    f"stop has {len(self.stop)} strings of {sum(map(len, self.stop))} characters together; "
+                    f"at most {MAX_STOPS} strings of {MAX_STOP_CHARACTERS} characters together"
+                ),
             )
         elif not all(is_encodable(text) for text in self.stop):
-            yield f"stop={short(self.stop)} holds a surrogate, which is no character and never appears in text"
+            why = "holds a surrogate, which is no character and never appears in text"
+            yield "stop", f"stop={short(self.stop)} {why}"
         ids = self.stop_token_ids
         if not isinstance(ids, tuple) or not all(_is_int(token) and 0 <= token <= MAX_INT32 for token in ids):
-            yield f"stop_token_ids={short(ids)} must be token ids, integers from 0 up to {MAX_INT32}"
+            yield "stop_token_ids", f"stop_token_ids={short(ids)} must be token ids, integers from 0 up to {MAX_INT32}"
         elif len(ids) > MAX_STOPS:
-            yield f"stop_token_ids has {len(ids)} tokens, at most {MAX_STOPS}"
+            yield "stop_token_ids", f"stop_token_ids has {len(ids)} tokens, at most {MAX_STOPS}"
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))

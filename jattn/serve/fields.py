@@ -9,7 +9,7 @@ import dataclasses
 from typing import Any
 
 from jattn.engine import SamplingParams
-from jattn.engine.params import MAX_COMPLETIONS, MAX_INT32, MAX_LOGPROBS, REPETITION_RANGE
+from jattn.engine.params import MAX_COMPLETIONS, MAX_INT32, MAX_LOGPROBS, REPETITION_RANGE, SamplingParamsError
 from jattn.errors.arguments import short
 from jattn.serve import readers
 from jattn.serve.errors import BadRequestError
@@ -128,8 +128,8 @@ def _parsed(values: dict[str, Any], prompts: readers.Prompts, sampling: dict[str
         raise BadRequestError("stream_options needs stream=true", "stream_options")
     try:
         params = SamplingParams(**{name: values[name] for name in SAMPLING_FIELDS if name in values}, **sampling)
-    except ValueError as error:  # each field is valid alone, but not with the others: n=2 and temperature=0
-        param = next((name for name in SAMPLING_FIELDS if str(error).startswith(f"{name}=")), None)
+    except SamplingParamsError as error:  # each field is valid alone, but not with the others: n=2 and temperature=0
+        param = next((name for name in error.fields if name in SAMPLING_FIELDS), None)
         raise BadRequestError(str(error), param) from error
     return ParsedBody(
         prompts,

@@ -1,6 +1,7 @@
 """Sampling compared with a few lines of numpy; and the errors of its parameters."""
 
 import dataclasses
+import pickle
 import re
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jattn.engine import SamplingParams
+from jattn.engine.params import SamplingParamsError
 from jattn.engine.sampling import BAD_TOKEN, choose, penalised
 from tests.engine.rows import penalties_of, sampling_rows
 
@@ -143,6 +145,20 @@ def test_log_probabilities_are_those_before_every_rule():
     np.testing.assert_array_equal(told.top_tokens, np.argsort(-LOGITS, axis=1, kind="stable"))
     untold = choose(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, False)
     np.testing.assert_array_equal(untold.tokens, told.tokens)
+
+
+def test_an_error_says_in_data_which_fields_are_wrong():
+    """The server names the field to its client."""
+    for wrong, fields in (
+        (dict(temperature=0, n=2), ("n",)),
+        (dict(stop=["x"] * 65), ("stop",)),
+        (dict(stop=["\ud800"], max_tokens=0), ("max_tokens", "stop")),
+        (dict(stop_token_ids=[-1], ignore_eos=3), ("stop_token_ids", "ignore_eos")),
+        (dict(stop_token_ids=[1] * 65, top_p=0, logprobs=21), ("top_p", "logprobs", "stop_token_ids")),
+    ):
+        with pytest.raises(SamplingParamsError) as refusal:
+            SamplingParams(**wrong)
+        assert refusal.value.fields == fields == pickle.loads(pickle.dumps(refusal.value)).fields
 
 
 def test_every_mistake_is_named_at_once():
