@@ -67,6 +67,9 @@ class Embedder:
         pooling: None: as the folder's modules.json says, a file of the sentence-transformers library. dtype,
         quantization and progress: as in models.load.
         """
+        taken = {field.name for field in dataclasses.fields(cls)} - {"config", "params"}  # these are read
+        if unknown := sorted(options.keys() - taken):
+            raise TypeError(f"{cls.__name__}.from_pretrained has no argument {', '.join(unknown)}")
         dtype = weights_dtype(dtype)
         found = read_sentence_folder(directory)
         pooling = found.pooling if pooling is None else pooling

@@ -392,6 +392,12 @@ def test_a_reranker_is_refused_by_one_sentence(folder, name):
             read(folder)
 
 
+def test_an_option_that_an_embedder_does_not_have_is_named_before_a_weight_is_loaded(folder, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
+    with pytest.raises(TypeError, match="^Embedder.from_pretrained has no argument max_token, params$"):
+        Embedder.from_pretrained(folder, max_token=3, params={})
+
+
 def test_a_folder_that_does_not_say_its_pooling_needs_one(folder):
     (folder / "modules.json").unlink()
     with pytest.raises(ValueError, match="pass pooling="):
