@@ -31,6 +31,9 @@ from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 
 BOUND, LSE_BOUND = 6e-3, 1e-4  # of a row's relative error; of the log-sum-exp
+CAPPED_LSE_BOUND = 2e-3
+"""The same with a soft cap: tanh.approx is off by up to 2 ** -11 of a logit, which is the log-sum-exp of a row that
+sees one key, and logits of N(0, 1) arrays are up to 4."""
 PROCESSES, THREADS = 10, 14
 SEEDS = (1, 2, 3)  # of q, k and v
 TILES = ("block_kv", "stages", "q_buffers", "narrow_rows", "whole_units", "computing", "weights_first")
@@ -141,7 +144,7 @@ def measure(case: cases.KernelCase, config, programs: Future, rows: Future, peer
     table, starts, seqs = map(jnp.asarray, host_arrays(case))
     run = (*built["fill"](jnp.uint32(0)), table, *built["plan"](starts, seqs))
     row = rows_error(rows.result(), *(np.asarray(x) for x in built["attend"](*run)))
-    row["ok"] = row["rel_err"] < BOUND and row["lse_err"] < LSE_BOUND
+    row["ok"] = row["rel_err"] < BOUND and row["lse_err"] < (CAPPED_LSE_BOUND if config.logits.soft_cap else LSE_BOUND)
     us, parts = timed(built["attend"], run, iterations)
     tiles = {name: getattr(config, name) for name in TILES}
     row |= dict(us=us, parts=parts, tiles=tiles, bytes=case.read_bytes(), flop=case.flops())
