@@ -36,6 +36,7 @@ ONE_IN = {
     "tests/engine/test_stream_text.py": 3,
     "tests/kernels/cpu/test_native_packed.py": 3,
     "tests/kernels/cpu/test_native_product.py": 4,
+    "tests/kernels/gpu/test_flat_list.py": 6,
     "tests/kernels/gpu/test_lowering.py": 3,
     "tests/kernels/gpu/test_many_rows.py": 3,
     "tests/kernels/gpu/test_mla.py": 3,

@@ -9,73 +9,7 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.token_ranges import token_ranges
 from pallas_kernels.gpu import work_list as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
-from pallas_kernels.gpu.supports import supports
-from pallas_kernels.gpu.tile_policy import default_config
-
-SHAPE = dict(head_dim=128, v_head_dim=128, page_size=16, block_kv=128)
-BATCHES = {
-    "decode": [(1, 4096)] * 64,
-    "one long": [(1, 131072)],
-    "ragged": [(1, 128 * (37 * i % 97 + 1)) for i in range(64)],
-    "prefill": [(1024, 1024), (2048, 2048)],
-    "mixed": [(1, 4096)] * 8 + [(512, 2048), (0, 0), (7, 7), (300, 301)],
-    "one token": [(1, 1)],
-    "empty": [(0, 0)],
-}
-RULES = {
-    "causal": MaskRule(),
-    "window": MaskRule(left=100),
-    "both sides": MaskRule(causal=False, left=77, right=30),
-    "chunk": MaskRule(chunk=192),
-    "lookback": MaskRule(chunk=160, lookback=2),
-    "full": MaskRule(causal=False),
-}
-
-
-HOLES = [(5, 700), (0, 0), (1, 9000), (16, 16), (0, 0), (2, 300), (0, 0)]
-FLAT = {  # batch, padding tokens, CTAs
-    "ragged": (BATCHES["ragged"], 0, 132),
-    "one long": (BATCHES["one long"], 0, 132),
-    "speculative, holes": (HOLES, 70, 132),
-    "few CTAs": (HOLES, 5, 7),
-    "empty": (BATCHES["empty"], 1, 132),
-}
-
-
-def make(
-    batch, rule, group=4, heads=8, pad=5, ctas=132, flat=False, together=0, piece_blocks=0, whole=False, pipelines=1,
-    **fields,
-):  # fmt: skip
-    config = GpuKernelConfig(
-        **SHAPE, num_heads=heads * group, num_kv_heads=heads, mask=rule, heads_together=together, num_ctas=ctas,
-        flat_list=flat, piece_blocks=piece_blocks, whole_units=whole, pipelines=pipelines, **fields,
-    )  # fmt: skip
-    q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
-    starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
-    tokens = int(starts[-1]) + pad
-    work = jax.jit(lambda a, b: wl.build_work_list(a, b, tokens, config))(starts, seqs)
-    info, cta = np.asarray(work.info), np.asarray(work.cta)
-    return config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :]
-
-
-def place_of(unit, sets, config):
-    """(tile, kv head) of a unit: sets of heads one after the other, tiles up and down in turn, down in the last."""
-    set_units, together = sets
-    of_set, within = divmod(unit, set_units)
-    if (config.num_kv_heads // together - 1 - of_set) % 2:
-        within = set_units - 1 - within
-    return within // together, of_set * together + within % together
-
-
-def pieces_of(cta_row, me, info, config):
-    """((tile, head), lo, hi) of one CTA, in the kernel's own terms."""
-    waves, u0, b0, u1, b1, _, *sets = (int(x) for x in cta_row[:8])
-    for j in range(waves + (u1 - u0) + (b1 > 0)):
-        place = int(cta_row[wl.PLACE]) if config.moves_padding else me
-        place = place if j % 2 == 0 else config.workers - 1 - place
-        unit = j * config.workers + place if j < waves else u0 + j - waves
-        tile, head = place_of(unit, sets, config)
-        yield (tile, head), b0 if unit == u0 else 0, b1 if unit == u1 else int(info[tile, wl.NBLK])
+from tests.kernels.gpu.work_lists import BATCHES, FLAT, HOLES, RULES, SHAPE, check_once, make, pieces_of
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -106,26 +40,6 @@ def test_no_unit_is_lost_between_waves_and_the_line_with_a_larger_min_split():
     check_once(*make(batch, MaskRule(chunk=192), group=16, heads=1, pad=0, ctas=7, computing=3, min_split=2))
 
 
-@pytest.mark.parametrize("piece_blocks", [0, 4])
-def test_ctas_without_keys_have_the_padding(piece_blocks):
-    """One of four rows of a batch is a request: its blocks and the tiles of the padding are on different CTAs."""
-    made = make([(1, 600)], MaskRule(), pad=60, flat=True, piece_blocks=piece_blocks)
-    config, _, _, _, info, cta, _ = made
-    check_once(*made)
-    of_cta = [[(tile, lo < hi) for (tile, _), lo, hi in pieces_of(cta[me], me, info, config)] for me in range(132)]
-    has_padding = [any(tile < 2 for tile, _ in pieces) for pieces in of_cta]
-    has_keys = [any(tile >= 2 and some for tile, some in pieces) for pieces in of_cta]
-    assert sum(has_keys) in (8, 40) and sum(has_padding) == 16, "whole units, or their blocks; two tiles of 8 heads"
-    assert not np.logical_and(has_keys, has_padding).any()
-
-
-@pytest.mark.parametrize("batch", FLAT)
-def test_where_padding_is_not_moved_it_is_given_out_in_snake_order(batch, monkeypatch):
-    monkeypatch.setattr(GpuKernelConfig, "moves_padding", False)
-    requests, pad, ctas = FLAT[batch]
-    check_once(*make(requests, MaskRule(), pad=pad + 300, ctas=ctas, flat=True))
-
-
 @pytest.mark.parametrize("batch", [*BATCHES, *(f"flat: {name}" for name in FLAT)])
 def test_whole_units_are_never_cut(batch):
     requests, pad, ctas = FLAT[batch[6:]] if batch.startswith("flat: ") else (BATCHES[batch], 5, 132)
@@ -147,23 +61,6 @@ def test_two_pipelines_of_a_cta_share_out_tiles_of_64_rows(batch):
     assert len(cta) == 2 * ctas and info[:, wl.NROWS].max() <= 64
 
 
-@pytest.mark.parametrize("pipelines", [1, 2])
-def test_tiles_of_padding_are_shared_out_in_a_flat_list(pipelines):
-    """128 requests in a batch of 512: 12 or 24 tiles of padding tokens, of 8 heads each, were all one CTA's."""
-    batch = [(1, 1024)] * 128 + [(0, 0)] * 384
-    config, *rest, info, cta, join = make(batch, RULES["causal"], pad=384, flat=True, pipelines=pipelines)
-    check_once(config, *rest, info, cta, join)
-    pieces = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
-    assert max(pieces) <= 10
-
-
-@pytest.mark.parametrize(("lengths", "cut"), [([4096] * 64, 0), ([4096, 900] * 32, 131), ([4096] * 33, 0)])
-def test_a_flat_list_cuts_nothing_where_whole_units_fill_the_waves(lengths, cut):
-    """64 requests of 8 kv heads are 512 units: 4 for the busiest of 132 CTAs where an equal share is 3.9."""
-    *_, join = make([(1, n) for n in lengths], RULES["causal"], flat=True, pad=0)
-    assert (join[:, 0] >= 0).sum() <= cut and bool((join[:, 0] >= 0).any()) == bool(cut)
-
-
 @pytest.mark.parametrize("together", [1, 2, 4])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_sets_of_heads_are_done_once_and_one_after_the_other(batch, together):
@@ -172,112 +69,6 @@ def test_sets_of_heads_are_done_once_and_one_after_the_other(batch, together):
     for me in range(config.workers):
         sets = [head // together for (_, head), _, _ in pieces_of(cta[me], me, info, config)]
         assert sets == sorted(sets)
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_a_flat_list_does_every_block_once_and_evenly(name):
-    batch, pad, ctas = FLAT[name]
-    config, *rest, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
-    check_once(config, *rest, info, cta, join)
-    load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(ctas)]
-    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * wl.FLAT_WHOLE_KEYS]
-    assert max(load) - np.mean(load) <= 1 + max(whole, default=0)
-    if not any(seq <= 2 * wl.FLAT_WHOLE_KEYS for _, seq in batch):
-        assert max(load) - min(load) <= 1
-    trailing = len(batch) - 1 - max((r for r, (q, _) in enumerate(batch) if q), default=-1)
-    units = (len(info) - trailing) * config.num_kv_heads
-    assert cta[:, wl.LINE_UNIT1].max() <= units, "padding requests at the end are nobody's pieces"
-
-
-EVEN = {  # name -> batch, kv heads, pieces: a CTA has one each
-    "a request each": ([(1, 8192)] * 128, 1, 128),
-    "two CTAs a unit": ([(1, 16384)] * 32, 2, 128),
-    "eight CTAs a request": ([(1, 8192)] * 16, 1, 128),
-    "holes": ([(1, 8192), (0, 99)] * 16 + [(0, 0)] * 5, 1, 128),
-    "lengths differ": ([(1, 12800)] * 13 + [(1, 25600)] * 26, 2, 130),
-    "no even cuts fit": ([(1, 128 * n) for n in range(40, 140)], 1, None),
-}
-
-
-@pytest.mark.parametrize("name", EVEN)
-def test_a_flat_list_cuts_a_unit_into_even_pieces_where_a_second_piece_costs_more(name):
-    batch, heads, count = EVEN[name]
-    config, *rest, info, cta, join = make(batch, RULES["causal"], heads=heads, flat=True, pad=0, piece_blocks=4)
-    check_once(config, *rest, info, cta, join)
-    pieces = [list(pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
-    sizes = [[hi - lo for _, lo, hi in mine if hi > lo] for mine in pieces]
-    if count is None:
-        assert max(map(len, sizes)) > 1
-        return
-    assert sum(map(len, sizes)) == count and max(map(len, sizes)) == 1
-    blocks = sum(map(sum, sizes))
-    assert max(map(sum, sizes)) <= -(-blocks // config.workers) + 4
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_a_flat_list_with_a_cost_of_pieces_does_every_block_once(name):
-    batch, pad, ctas = FLAT[name]
-    check_once(*make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, piece_blocks=4))
-
-
-@pytest.mark.parametrize("count", [1, 7, 32, 100, 300])
-@pytest.mark.parametrize("length", [1, 130, 450, 512])
-def test_short_decodes_are_not_cut_and_loads_differ_by_a_unit(count, length):
-    config, *rest, info, cta, join = make([(1, length)] * count, RULES["causal"], pad=0, flat=True)
-    check_once(config, *rest, info, cta, join)
-    assert (join[:, 0] == -1).all()
-    units = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
-    assert max(units) == -(-count * config.num_kv_heads // config.workers)
-
-
-WAVES = {  # name -> requests, rows of padding, kv heads, the longest pipeline's share over an equal one at most
-    "ragged": ([(1, 50 + 37 * i % 751) for i in range(256)], 0, 8, 1.05),
-    "beside padding": ([(1, 360 + 97 * i % 240) for i in range(200)] + [(0, 0)] * 56, 56, 8, 1.1),  # 6.2 units each
-    "one head": ([(1, 50 + 37 * i % 751) for i in range(512)], 0, 1, 1.1),
-    "long alike": ([(1, 4096)] * 66, 0, 8, 1.01),
-    "speculative, a window of holes": ([(3, 300), (0, 0), (1, 40)] * 90, 9, 8, 1.06),
-}
-
-
-@pytest.mark.parametrize("name", WAVES)
-def test_a_list_in_waves_gives_out_whole_units_longest_first(name):
-    batch, pad, heads, most = WAVES[name]
-    made = make(batch, RULES["causal"], pad=pad, heads=heads, flat=True, in_waves=True, pipelines=2, short_weight=1)
-    check_once(*made)
-    config, *_, info, cta, join = made
-    assert (join[:, 0] == -1).all()
-    loads = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
-    assert max(loads) <= max(most * np.mean(loads), info[:, wl.NBLK].max()) + 1
-    blocks = info[info[:, wl.REQ] >= 0][:, wl.NBLK]
-    requests = blocks[pad * config.group // config.tile_rows + (pad * config.group % config.tile_rows > 0) :]
-    assert (np.diff(requests) <= 0).all()
-
-
-@pytest.mark.parametrize(("name", "is_cut"), [("ragged", False), ("one long", True), ("speculative, holes", True)])
-def test_a_list_in_waves_cuts_a_unit_that_is_longer_than_a_share(name, is_cut):
-    batch, pad, ctas = FLAT[name]
-    for pipelines in (1, 2):
-        made = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, in_waves=True, pipelines=pipelines)
-        check_once(*made)
-        assert (made[-1][:, 0] >= 0).any() == is_cut or pipelines == 2, "of 264 pipelines, some units are"
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_any_list_in_waves_does_every_block_once(seed):
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(4, (70, 700, 9000)[seed % 3], rng.integers(1, 90))
-    batch = [(int(rng.integers(0, 5)), int(n)) for n in lengths]
-    rule, sizes = RULES[sorted(RULES)[seed % len(RULES)]], dict(heads=(1, 3, 8)[seed // 3 % 3], ctas=(3, 20)[seed % 2])
-    pad = int(rng.integers(0, 200))
-    check_once(*make(batch, rule, flat=True, in_waves=True, pipelines=seed // 2 % 2 + 1, pad=pad, **sizes))
-
-
-def test_a_flat_list_has_the_windows_of_the_ranked_one():
-    """Tile by tile the same columns, whatever the order."""
-    rule = MaskRule(left=77, chunk=192)
-    ranked, flat = (make(HOLES, rule, flat=flat)[4] for flat in (False, True))
-    rows = lambda info: sorted(map(tuple, info[info[:, wl.SEQ] > 0]))  # padding tokens may name any request
-    assert rows(ranked) == rows(flat)
 
 
 @pytest.mark.parametrize(
@@ -302,18 +93,6 @@ def test_costs_of_more_than_32_bits_are_shared_out(batch):
     load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
     assert np.sum(blocks * (info[:, wl.NROWS] > 0)) * config.num_kv_heads * config.long_weight > 2**31
     assert max(load) <= 1.05 * np.mean(load)
-
-
-@pytest.mark.parametrize(("requests", "flat"), [(900, True), (1024, False)])
-def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(requests, flat):
-    """Blocks times workers: requests of 262144 keys that share most of them fit in a card."""
-    keys = 262_144
-    config = default_config(**SHAPE, num_heads=32, num_kv_heads=8, rows=4, keys=keys, requests=requests)
-    assert config.flat_list == flat and not supports(config)
-    starts, seqs = np.arange(requests + 1, dtype=np.int32), np.full(requests, keys, np.int32)
-    work = jax.jit(lambda a, b: wl.build_work_list(a, b, requests, config))(starts, seqs)
-    info, cta = np.asarray(work.info), np.asarray(work.cta)
-    check_once(config, starts, seqs, requests, info, cta, cta[:, wl.JOIN :])
 
 
 @pytest.mark.parametrize(
@@ -365,28 +144,6 @@ def test_no_batch_size_is_a_cliff():
         waste.append(load.max() / (before[-1] / config.workers + piece_overhead))
     waste = np.array(waste)
     assert (waste[1:] / waste[:-1]).max() < 1.3 and waste.max() < 3
-
-
-def check_once(config, starts, seqs, tokens, info, cta, join):
-    """Walks every CTA's pieces: all rows have tiles, all blocks are done, and the merge knows every cut unit."""
-    parts = {}
-    for me in range(config.workers):
-        for unit, lo, hi in pieces_of(cta[me], me, info, config):
-            parts.setdefault(unit, []).append((lo, hi, me))
-    rows = sum(info[t, wl.NROWS] for t in range(len(info)))
-    assert rows == tokens * config.group  # padding tokens included: they are the ghost request's
-    tiles = np.flatnonzero(info[:, wl.NROWS] > 0)
-    parts = {unit: done for unit, done in parts.items() if info[unit[0], wl.NROWS] > 0}
-    assert sorted(parts) == [(tile, head) for tile in tiles for head in range(config.num_kv_heads)]
-    place = lambda unit: place_of(int(unit), cta[0, wl.SET_UNITS : wl.SET_HEADS + 1].tolist(), config)
-    joins = {place(j[0]): (int(j[1]), int(j[2])) for j in join if j[0] >= 0}
-    for unit, done in parts.items():
-        done.sort()
-        assert done[0][0] == 0 and done[-1][1] == info[unit[0], wl.NBLK]
-        assert all(a[1] == b[0] for a, b in zip(done, done[1:], strict=False))
-        if len(done) > 1:
-            assert joins.pop(unit) == (done[0][2], done[-1][2]), "the merge must find exactly these CTAs"
-    assert not joins
 
 
 @pytest.mark.parametrize(
@@ -551,55 +308,3 @@ def test_capacity_bounds_the_tiles(pipelines):
         q_lens = rng.integers(0, 70, size=9)
         need = sum(-(-q * 6 // config.tile_rows) for q in q_lens)
         assert need <= wl.capacity(int(q_lens.sum()), 9, config)
-
-
-@pytest.mark.parametrize("name", FLAT)
-def test_every_part_knows_the_ctas_of_its_unit(name):
-    """So that the CTA that stores the last part can merge them: as many parts are stored as CTAs from first to last."""
-    batch, pad, ctas = FLAT[name]
-    config, *_, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
-    parts = {}
-    for me in range(ctas):
-        for unit, lo, hi in pieces_of(cta[me], me, info, config):
-            if lo > 0 or hi < info[unit[0], wl.NBLK]:
-                known = (me, join[me, 2]) if lo == 0 else (cta[me, wl.FROM], cta[me, wl.UNTIL])
-                parts.setdefault(unit, []).append((me, tuple(map(int, known))))
-    assert parts or name == "empty"
-    for stored in parts.values():
-        first, last = stored[0][0], stored[-1][0]
-        assert [me for me, _ in stored] == list(range(first, last + 1))
-        assert {known for _, known in stored} == {(first, last)}
-    starts = [stored[0][0] for stored in parts.values()]
-    assert len(set(starts)) == len(starts), "a counter of its own for each unit"
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_in_any_order_one_cta_merges_each_cut_unit_when_all_parts_are_stored(seed):
-    """By counters of which each has one unit: every CTA stores its parts in order, and counts each of them."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 9000 if seed % 2 else 1500, size=int(rng.integers(1, 40)))
-    batch = [(int(min(rng.integers(1, 5), length)), int(length)) for length in lengths]
-    ctas = int(rng.choice([7, 78, 132]))
-    config, *_, info, cta, join = make(batch, RULES["window" if seed == 3 else "causal"], ctas=ctas, flat=True)
-    waiting = {me: list(pieces_of(cta[me], me, info, config)) for me in range(ctas)}
-    cut = {}
-    for me, pieces in waiting.items():
-        for unit, lo, hi in pieces:
-            if lo > 0 or hi < info[unit[0], wl.NBLK]:
-                cut.setdefault(unit, set()).add(me)
-    counters, stored, merged = np.zeros(ctas, int), {unit: set() for unit in cut}, []
-    while waiting:
-        me = int(rng.choice(list(waiting)))
-        if not waiting[me]:
-            del waiting[me]
-            continue
-        unit, lo, hi = waiting[me].pop(0)
-        if lo > 0 or hi < info[unit[0], wl.NBLK]:
-            first, last = (me, join[me, 2]) if lo == 0 else (cta[me, wl.FROM], cta[me, wl.UNTIL])
-            stored[unit].add(me)
-            counters[first] += 1
-            if counters[first] == last - first + 1:
-                assert stored[unit] == cut[unit] == set(range(first, last + 1))
-                merged.append(unit)
-    assert sorted(merged) == sorted(cut)
-    assert cut or seed != 1

@@ -1,0 +1,219 @@
+"""The flat work list, and that in waves, walked in numpy: every block is computed once, and the load is even."""
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.algebra.mask import MaskRule
+from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.supports import supports
+from pallas_kernels.gpu.tile_policy import default_config
+from tests.kernels.gpu.work_lists import FLAT, HOLES, RULES, SHAPE, check_once, make, pieces_of
+
+
+@pytest.mark.parametrize("piece_blocks", [0, 4])
+def test_ctas_without_keys_have_the_padding(piece_blocks):
+    """One of four rows of a batch is a request: its blocks and the tiles of the padding are on different CTAs."""
+    made = make([(1, 600)], MaskRule(), pad=60, flat=True, piece_blocks=piece_blocks)
+    config, _, _, _, info, cta, _ = made
+    check_once(*made)
+    of_cta = [[(tile, lo < hi) for (tile, _), lo, hi in pieces_of(cta[me], me, info, config)] for me in range(132)]
+    has_padding = [any(tile < 2 for tile, _ in pieces) for pieces in of_cta]
+    has_keys = [any(tile >= 2 and some for tile, some in pieces) for pieces in of_cta]
+    assert sum(has_keys) in (8, 40) and sum(has_padding) == 16, "whole units, or their blocks; two tiles of 8 heads"
+    assert not np.logical_and(has_keys, has_padding).any()
+
+
+@pytest.mark.parametrize("batch", FLAT)
+def test_where_padding_is_not_moved_it_is_given_out_in_snake_order(batch, monkeypatch):
+    monkeypatch.setattr(GpuKernelConfig, "moves_padding", False)
+    requests, pad, ctas = FLAT[batch]
+    check_once(*make(requests, MaskRule(), pad=pad + 300, ctas=ctas, flat=True))
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_tiles_of_padding_are_shared_out_in_a_flat_list(pipelines):
+    """128 requests in a batch of 512: 12 or 24 tiles of padding tokens, of 8 heads each, were all one CTA's."""
+    batch = [(1, 1024)] * 128 + [(0, 0)] * 384
+    config, *rest, info, cta, join = make(batch, RULES["causal"], pad=384, flat=True, pipelines=pipelines)
+    check_once(config, *rest, info, cta, join)
+    pieces = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
+    assert max(pieces) <= 10
+
+
+@pytest.mark.parametrize(("lengths", "cut"), [([4096] * 64, 0), ([4096, 900] * 32, 131), ([4096] * 33, 0)])
+def test_a_flat_list_cuts_nothing_where_whole_units_fill_the_waves(lengths, cut):
+    """64 requests of 8 kv heads are 512 units: 4 for the busiest of 132 CTAs where an equal share is 3.9."""
+    *_, join = make([(1, n) for n in lengths], RULES["causal"], flat=True, pad=0)
+    assert (join[:, 0] >= 0).sum() <= cut and bool((join[:, 0] >= 0).any()) == bool(cut)
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_flat_list_does_every_block_once_and_evenly(name):
+    batch, pad, ctas = FLAT[name]
+    config, *rest, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
+    check_once(config, *rest, info, cta, join)
+    load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(ctas)]
+    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * wl.FLAT_WHOLE_KEYS]
+    assert max(load) - np.mean(load) <= 1 + max(whole, default=0)
+    if not any(seq <= 2 * wl.FLAT_WHOLE_KEYS for _, seq in batch):
+        assert max(load) - min(load) <= 1
+    trailing = len(batch) - 1 - max((r for r, (q, _) in enumerate(batch) if q), default=-1)
+    units = (len(info) - trailing) * config.num_kv_heads
+    assert cta[:, wl.LINE_UNIT1].max() <= units, "padding requests at the end are nobody's pieces"
+
+
+EVEN = {  # name -> batch, kv heads, pieces: a CTA has one each
+    "a request each": ([(1, 8192)] * 128, 1, 128),
+    "two CTAs a unit": ([(1, 16384)] * 32, 2, 128),
+    "eight CTAs a request": ([(1, 8192)] * 16, 1, 128),
+    "holes": ([(1, 8192), (0, 99)] * 16 + [(0, 0)] * 5, 1, 128),
+    "lengths differ": ([(1, 12800)] * 13 + [(1, 25600)] * 26, 2, 130),
+    "no even cuts fit": ([(1, 128 * n) for n in range(40, 140)], 1, None),
+}
+
+
+@pytest.mark.parametrize("name", EVEN)
+def test_a_flat_list_cuts_a_unit_into_even_pieces_where_a_second_piece_costs_more(name):
+    batch, heads, count = EVEN[name]
+    config, *rest, info, cta, join = make(batch, RULES["causal"], heads=heads, flat=True, pad=0, piece_blocks=4)
+    check_once(config, *rest, info, cta, join)
+    pieces = [list(pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
+    sizes = [[hi - lo for _, lo, hi in mine if hi > lo] for mine in pieces]
+    if count is None:
+        assert max(map(len, sizes)) > 1
+        return
+    assert sum(map(len, sizes)) == count and max(map(len, sizes)) == 1
+    blocks = sum(map(sum, sizes))
+    assert max(map(sum, sizes)) <= -(-blocks // config.workers) + 4
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_a_flat_list_with_a_cost_of_pieces_does_every_block_once(name):
+    batch, pad, ctas = FLAT[name]
+    check_once(*make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, piece_blocks=4))
+
+
+@pytest.mark.parametrize("count", [1, 7, 32, 100, 300])
+@pytest.mark.parametrize("length", [1, 130, 450, 512])
+def test_short_decodes_are_not_cut_and_loads_differ_by_a_unit(count, length):
+    config, *rest, info, cta, join = make([(1, length)] * count, RULES["causal"], pad=0, flat=True)
+    check_once(config, *rest, info, cta, join)
+    assert (join[:, 0] == -1).all()
+    units = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
+    assert max(units) == -(-count * config.num_kv_heads // config.workers)
+
+
+WAVES = {  # name -> requests, rows of padding, kv heads, the longest pipeline's share over an equal one at most
+    "ragged": ([(1, 50 + 37 * i % 751) for i in range(256)], 0, 8, 1.05),
+    "beside padding": ([(1, 360 + 97 * i % 240) for i in range(200)] + [(0, 0)] * 56, 56, 8, 1.1),  # 6.2 units each
+    "one head": ([(1, 50 + 37 * i % 751) for i in range(512)], 0, 1, 1.1),
+    "long alike": ([(1, 4096)] * 66, 0, 8, 1.01),
+    "speculative, a window of holes": ([(3, 300), (0, 0), (1, 40)] * 90, 9, 8, 1.06),
+}
+
+
+@pytest.mark.parametrize("name", WAVES)
+def test_a_list_in_waves_gives_out_whole_units_longest_first(name):
+    batch, pad, heads, most = WAVES[name]
+    made = make(batch, RULES["causal"], pad=pad, heads=heads, flat=True, in_waves=True, pipelines=2, short_weight=1)
+    check_once(*made)
+    config, *_, info, cta, join = made
+    assert (join[:, 0] == -1).all()
+    loads = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
+    assert max(loads) <= max(most * np.mean(loads), info[:, wl.NBLK].max()) + 1
+    blocks = info[info[:, wl.REQ] >= 0][:, wl.NBLK]
+    requests = blocks[pad * config.group // config.tile_rows + (pad * config.group % config.tile_rows > 0) :]
+    assert (np.diff(requests) <= 0).all()
+
+
+@pytest.mark.parametrize(("name", "is_cut"), [("ragged", False), ("one long", True), ("speculative, holes", True)])
+def test_a_list_in_waves_cuts_a_unit_that_is_longer_than_a_share(name, is_cut):
+    batch, pad, ctas = FLAT[name]
+    for pipelines in (1, 2):
+        made = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, in_waves=True, pipelines=pipelines)
+        check_once(*made)
+        assert (made[-1][:, 0] >= 0).any() == is_cut or pipelines == 2, "of 264 pipelines, some units are"
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_any_list_in_waves_does_every_block_once(seed):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, (70, 700, 9000)[seed % 3], rng.integers(1, 90))
+    batch = [(int(rng.integers(0, 5)), int(n)) for n in lengths]
+    rule, sizes = RULES[sorted(RULES)[seed % len(RULES)]], dict(heads=(1, 3, 8)[seed // 3 % 3], ctas=(3, 20)[seed % 2])
+    pad = int(rng.integers(0, 200))
+    check_once(*make(batch, rule, flat=True, in_waves=True, pipelines=seed // 2 % 2 + 1, pad=pad, **sizes))
+
+
+def test_a_flat_list_has_the_windows_of_the_ranked_one():
+    """Tile by tile the same columns, whatever the order."""
+    rule = MaskRule(left=77, chunk=192)
+    ranked, flat = (make(HOLES, rule, flat=flat)[4] for flat in (False, True))
+    rows = lambda info: sorted(map(tuple, info[info[:, wl.SEQ] > 0]))  # padding tokens may name any request
+    assert rows(ranked) == rows(flat)
+
+
+@pytest.mark.parametrize(("requests", "flat"), [(900, True), (1024, False)])
+def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(requests, flat):
+    """Blocks times workers: requests of 262144 keys that share most of them fit in a card."""
+    keys = 262_144
+    config = default_config(**SHAPE, num_heads=32, num_kv_heads=8, rows=4, keys=keys, requests=requests)
+    assert config.flat_list == flat and not supports(config)
+    starts, seqs = np.arange(requests + 1, dtype=np.int32), np.full(requests, keys, np.int32)
+    work = jax.jit(lambda a, b: wl.build_work_list(a, b, requests, config))(starts, seqs)
+    info, cta = np.asarray(work.info), np.asarray(work.cta)
+    check_once(config, starts, seqs, requests, info, cta, cta[:, wl.JOIN :])
+
+
+@pytest.mark.parametrize("name", FLAT)
+def test_every_part_knows_the_ctas_of_its_unit(name):
+    """So that the CTA that stores the last part can merge them: as many parts are stored as CTAs from first to last."""
+    batch, pad, ctas = FLAT[name]
+    config, *_, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
+    parts = {}
+    for me in range(ctas):
+        for unit, lo, hi in pieces_of(cta[me], me, info, config):
+            if lo > 0 or hi < info[unit[0], wl.NBLK]:
+                known = (me, join[me, 2]) if lo == 0 else (cta[me, wl.FROM], cta[me, wl.UNTIL])
+                parts.setdefault(unit, []).append((me, tuple(map(int, known))))
+    assert parts or name == "empty"
+    for stored in parts.values():
+        first, last = stored[0][0], stored[-1][0]
+        assert [me for me, _ in stored] == list(range(first, last + 1))
+        assert {known for _, known in stored} == {(first, last)}
+    starts = [stored[0][0] for stored in parts.values()]
+    assert len(set(starts)) == len(starts), "a counter of its own for each unit"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_any_order_one_cta_merges_each_cut_unit_when_all_parts_are_stored(seed):
+    """By counters of which each has one unit: every CTA stores its parts in order, and counts each of them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 9000 if seed % 2 else 1500, size=int(rng.integers(1, 40)))
+    batch = [(int(min(rng.integers(1, 5), length)), int(length)) for length in lengths]
+    ctas = int(rng.choice([7, 78, 132]))
+    config, *_, info, cta, join = make(batch, RULES["window" if seed == 3 else "causal"], ctas=ctas, flat=True)
+    waiting = {me: list(pieces_of(cta[me], me, info, config)) for me in range(ctas)}
+    cut = {}
+    for me, pieces in waiting.items():
+        for unit, lo, hi in pieces:
+            if lo > 0 or hi < info[unit[0], wl.NBLK]:
+                cut.setdefault(unit, set()).add(me)
+    counters, stored, merged = np.zeros(ctas, int), {unit: set() for unit in cut}, []
+    while waiting:
+        me = int(rng.choice(list(waiting)))
+        if not waiting[me]:
+            del waiting[me]
+            continue
+        unit, lo, hi = waiting[me].pop(0)
+        if lo > 0 or hi < info[unit[0], wl.NBLK]:
+            first, last = (me, join[me, 2]) if lo == 0 else (cta[me, wl.FROM], cta[me, wl.UNTIL])
+            stored[unit].add(me)
+            counters[first] += 1
+            if counters[first] == last - first + 1:
+                assert stored[unit] == cut[unit] == set(range(first, last + 1))
+                merged.append(unit)
+    assert sorted(merged) == sorted(cut)
+    assert cut or seed != 1
