@@ -26,12 +26,13 @@ Its waves are the tiles of padding tokens: they have one block each, so that on 
 at 2 us each. They are given out in snake order; with config.moves_padding CTAs without a part of the line come first.
 XLA makes few kernels of it. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with
 config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
-unit. With config.in_waves requests are sorted, longest first, and where no unit need be cut (see WAVES_SHARE) all are
-given out whole, in waves in snake order: a run of the line would be the heads of one request.
+unit. With config.in_waves, where no unit need be cut (see WAVES_SHARE), all are given out whole, longest first, in
+waves in snake order: a run of the line would be the heads of one request. Where some are cut, requests stay in their
+order: on a sorted line the last CTAs would have all short units, hundreds of them, and each costs 2 us.
 
 Tokens past query_start_loc[R] (padding) belong to a ghost request without keys, so that their rows are written as
 (0, -inf). A flat list begins with the ghost's tiles, as many as if all tokens were padding; those past the
-padding have no rows. Then each request has one tile.
+padding have no rows. Then each request has one tile. In waves, longest first, those of padding are the last with rows.
 
     info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
     cta   i32[C, 16]       one row a CTA: W, the first unit of its part of the line and the first block of that unit,
@@ -244,13 +245,15 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
         info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
         return is_ghost, info
 
-    is_ghost, info = tiles_of(jnp.arange(ghosts + num_reqs, dtype=jnp.int32))
-    if config.in_waves:
-        is_ghost, info = tiles_of(_longest_first(is_ghost, info[NBLK]))
+    tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
+    is_ghost, info = tiles_of(tile)
     nblk, padding = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pads * config.group, config.tile_rows)
-    cut = _cut_line(nblk, padding if config.in_waves else ghosts, config)
-    whole = _whole_in_waves(nblk, padding, config) if config.in_waves else jnp.bool_(False)
-    cut = jnp.where(whole, _only_waves(nblk.shape[0], config), cut) if config.in_waves else cut
+    cut, whole = _cut_line(nblk, ghosts, config), jnp.bool_(False)
+    if config.in_waves:
+        order, in_order = _longest_first(nblk, padding)
+        whole = _whole_in_waves(in_order, config)
+        _, info = tiles_of(jnp.where(whole, order, tile))
+        cut = jnp.where(whole, _only_waves(nblk.shape[0], config), cut)
     place = cut[:, PLACE]
     if not config.moves_padding:
         place = jnp.arange(config.workers, dtype=jnp.int32)
@@ -261,22 +264,23 @@ def _flat(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=cut)
 
 
-def _longest_first(is_ghost, nblk):
-    """i32[tiles], the tiles in the order of a list in waves: the ghost's that have rows, then requests, those with most
-    blocks first, then those without blocks. By counting, which XLA fuses: a sort takes many kernels."""
+def _longest_first(nblk, padding):
+    """(i32[tiles], the tiles in the order of waves; their blocks): requests, those with most blocks first, then the
+    first `padding` tiles, for the CTAs with fewer keys, then what has no rows. By counting, which XLA fuses: a sort
+    takes many kernels."""
     tile = jnp.arange(nblk.shape[0], dtype=jnp.int32)
-    key = jnp.where(is_ghost & (nblk > 0), ANY_POSITION, nblk)
+    key = jnp.where(tile < padding, 1, 2 * nblk)
     before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (tile[None, :] < tile[:, None]))
     place = jnp.sum(before, axis=1, dtype=jnp.int32)
-    return jnp.sum(jnp.where(place[None, :] == tile[:, None], tile[None, :], 0), axis=1)
+    here = place[None, :] == tile[:, None]
+    order, in_order = (jnp.sum(jnp.where(here, each[None, :], 0), axis=1) for each in (tile, nblk))
+    return order, in_order
 
 
-def _whole_in_waves(nblk, padding, config):
+def _whole_in_waves(nblk, config):
     """bool: are all units given out whole, in waves? Where none is longer than the flat list would cut, or the CTA with
     most blocks has hardly more than an equal share; but the line serves long units that are about equal as well, by 1 %
-    less time.
-
-    nblk: of the tiles in their order, of which the first `padding` are padding.
+    less time. nblk: of the tiles in their order.
     """
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]

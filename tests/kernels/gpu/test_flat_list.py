@@ -123,9 +123,18 @@ def test_a_list_in_waves_gives_out_whole_units_longest_first(name):
     assert (join[:, 0] == -1).all()
     loads = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
     assert max(loads) <= max(most * np.mean(loads), info[:, wl.NBLK].max()) + 1
-    blocks = info[info[:, wl.REQ] >= 0][:, wl.NBLK]
-    requests = blocks[pad * config.group // config.tile_rows + (pad * config.group % config.tile_rows > 0) :]
-    assert (np.diff(requests) <= 0).all()
+    blocks = info[info[:, wl.SEQ] > 0][:, wl.NBLK]
+    assert (np.diff(blocks) <= 0).all()
+
+
+@pytest.mark.parametrize("count", [32, 33, 49])
+def test_ctas_with_fewer_keys_have_the_padding_of_a_list_in_waves(count):
+    """32 requests of 8 kv heads are 256 units for 264 pipelines, beside 16 of padding: a pipeline had two with keys."""
+    batch = [(1, 500)] * count + [(0, 0)] * (64 - count)
+    config, *rest, info, cta, join = make(batch, MaskRule(), pad=64 - count, flat=True, in_waves=True, pipelines=2)
+    check_once(config, *rest, info, cta, join)
+    units = [[info[tile, wl.SEQ] > 0 for (tile, _), _, _ in pieces_of(cta[me], me, info, config)] for me in range(264)]
+    assert max(map(sum, units)) == -(-count * 8 // 264) and max(map(len, units)) == -(-(count + 2) * 8 // 264)
 
 
 @pytest.mark.parametrize(("name", "is_cut"), [("ragged", False), ("one long", True), ("speculative, holes", True)])
@@ -135,6 +144,19 @@ def test_a_list_in_waves_cuts_a_unit_that_is_longer_than_a_share(name, is_cut):
         made = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, in_waves=True, pipelines=pipelines)
         check_once(*made)
         assert (made[-1][:, 0] >= 0).any() == is_cut or pipelines == 2, "of 264 pipelines, some units are"
+
+
+def test_where_units_are_cut_no_cta_has_all_of_the_short_ones():
+    """Lengths of a log-normal law. On a line that was sorted, one pipeline had 120 units, of about 15."""
+    lengths = np.exp(np.random.default_rng(0).normal(7.3, 1.2, 256)).astype(int)
+    pieces = {}
+    for in_waves in (False, True):
+        made = make([(1, n) for n in lengths], MaskRule(), pad=0, flat=True, in_waves=in_waves, pipelines=2)
+        check_once(*made)
+        config, *_, info, cta, join = made
+        assert (join[:, 0] >= 0).any()
+        pieces[in_waves] = max(len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers))
+    assert pieces[True] <= 1.1 * pieces[False]
 
 
 @pytest.mark.parametrize("seed", range(16))
