@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jattn.errors.arguments import short
+from jattn.errors.arguments import BYTES, short
 
 MAX_LOGPROBS = 20
 """The most alternatives to each token in `logprobs` (the limit of the OpenAI interface)."""
@@ -130,7 +130,7 @@ def is_encodable(text: str) -> bool:
 
 def _plain(value, depth: int = 1):
     """numpy's and JAX's numbers as Python's, lists and arrays of them as tuples; anything else as it is."""
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if value is None or isinstance(value, (bool, int, float, str, *BYTES)):  # bytes are no token ids
         return value
     if getattr(value, "ndim", None) == 0:  # a number of numpy or JAX
         return value.item()

@@ -154,6 +154,7 @@ def test_an_error_says_in_data_which_fields_are_wrong():
         (dict(stop=["x"] * 65), ("stop",)),
         (dict(stop=["\ud800"], max_tokens=0), ("max_tokens", "stop")),
         (dict(stop_token_ids=[-1], ignore_eos=3), ("stop_token_ids", "ignore_eos")),
+        (dict(stop_token_ids=b"ab", stop=bytearray(b"ab")), ("stop", "stop_token_ids")),
         (dict(stop_token_ids=[1] * 65, top_p=0, logprobs=21), ("top_p", "logprobs", "stop_token_ids")),
     ):
         with pytest.raises(SamplingParamsError) as refusal:
