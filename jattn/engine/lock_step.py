@@ -104,10 +104,10 @@ class LockStepEngine(Engine):
 
         config = load_config(directory)  # first, because its error says more of a folder that is not there
         fingerprint = checkpoint.fingerprint(directory)
-        given = _as_text({name: value for name, value in options.items() if name not in ("progress", "seed")})
+        given = dict(mesh=None) | {name: value for name, value in options.items() if name not in ("progress", "seed")}
         tokenizer = tokenizer_fingerprint(directory)  # each process looks for stop strings
         files = dict(model=_checksum(config), weights=fingerprint, tokenizer=tokenizer)
-        _agree(processes, "given", _own_jax() | given | files)  # files last: there is an option tokenizer
+        _agree(processes, "given", _own_jax() | _as_text(given) | files)  # files last: there is an option tokenizer
         made = super().from_pretrained(directory, fingerprint=fingerprint, processes=processes, **options)
         assert isinstance(made, LockStepEngine)
         return made

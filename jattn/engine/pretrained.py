@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jattn import device
 from jattn.engine import construction
-from jattn.errors.arguments import integer, optional
+from jattn.errors.arguments import function, integer, optional
 from jattn.text.chat import load_chat_template
 from jattn.text.tokenizer import load_tokenizer
 
@@ -41,7 +41,7 @@ def make(
     if unknown := unknown_names(engine, options):
         raise TypeError(f"{engine.__name__}.from_pretrained has no argument {', '.join(unknown)}")
     of_weights: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
-    check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel) | of_weights)
+    check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel, progress=progress) | of_weights)
     mesh = mesh_of(mesh, **sizes)
     config, sharding = models.load_config(directory), None
     construction.check_decoder_only(config)
@@ -59,8 +59,12 @@ def make(
 
 def unknown_names(engine: type, names: Iterable[str]) -> list[str]:
     """Those of the names that are no arguments of this class, or that the folder gives."""
-    arguments = [each for owner in engine.__mro__[:-1] for each in inspect.signature(owner).parameters.values()]
-    taken = {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    taken: set[str] = set()
+    for owner in (each for each in engine.__mro__ if "__init__" in vars(each)):
+        arguments = inspect.signature(owner).parameters.values()
+        taken |= {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+        if not any(each.kind is each.VAR_KEYWORD for each in arguments):  # it hands no other options on
+            break
     return sorted({*names} - (taken - OF_FOLDER))
 
 
@@ -70,8 +74,9 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
     from jattn.models.quantising import check_quantization
 
     of_weights = dict(
-        dtype=lambda _, dtype: weights_dtype(dtype), quantization=optional(lambda _, name: check_quantization(name))
-    )
+        dtype=lambda _, dtype: weights_dtype(dtype), quantization=optional(lambda _, name: check_quantization(name)),
+        progress=optional(function),
+    )  # fmt: skip
     rules = construction.OPTIONS | of_weights | dict.fromkeys(MESH_AXES, integer(1))
     return {name: rules[name](name, value) if name in rules else value for name, value in options.items()}
 

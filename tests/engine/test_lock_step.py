@@ -13,7 +13,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from jattn import UnsupportedError, models
-from jattn.engine import LockStepEngine, SamplingParams, construction
+from jattn.engine import Engine, LockStepEngine, SamplingParams, construction, pretrained
 from jattn.engine import processes as rules
 from jattn.engine.processes import Processes
 from jattn.errors import EngineDeadError
@@ -265,6 +265,27 @@ def test_a_subclass_that_hands_its_options_on_has_those_of_its_bases(processes, 
     make, _, _ = processes
     options = dict(mesh=mesh(2), num_blocks=9, block_size=4)
     assert Own.from_pretrained(folder_of(tmp_path / "0"), processes=make(0), **options).processes.leads
+
+
+def test_a_subclass_that_hands_no_options_on_has_its_own_alone():
+    class Own(Engine):
+        def __init__(self, config, params, tokenizer, *, num_blocks=None, **of_folder: None):
+            super().__init__(config, params, tokenizer, num_blocks=num_blocks, **of_folder)
+
+    class Fixed(Own):
+        def __init__(self, config, params, tokenizer, *, num_blocks=9, chat_template, mesh, expert_parallel):
+            super().__init__(config, params, tokenizer, num_blocks=num_blocks, mesh=mesh)
+
+    assert pretrained.unknown_names(Own, ["seed", "num_blocks", "of_folder"]) == ["of_folder"]
+    assert pretrained.unknown_names(Fixed, ["seed", "num_blocks"]) == ["seed"]
+
+
+def test_no_mesh_is_the_same_start_whether_given_or_not(processes, tmp_path):
+    make, _, _ = processes
+    folder = folder_of(tmp_path / "0")
+    for id, own in enumerate((dict(mesh=None), {})):
+        with pytest.raises(ValueError, match="^2 processes need a mesh"):
+            LockStepEngine.from_pretrained(folder, processes=make(id), num_blocks=9, block_size=4, **own)
 
 
 def test_a_folder_that_is_not_there_is_what_one_process_says_of_it(processes, tmp_path):

@@ -140,6 +140,7 @@ WRONG = [
     (dict(engine=dict(options={}, params=1)), "options, params in engine: Engine.from_pretrained has no such argument"),
     (dict(engine=dict(block_size=0)), "block_size=0 must be a positive integer"),
     (dict(engine=dict(dtype="int8")), "dtype=int8 of weights must be None or one of"),
+    (dict(engine=dict(progress="yes")), "progress='yes' must be callable"),
     (dict(engine=dict(quantization="int3")), "quantization='int3' is not known"),
     (dict(engine=dict(tensor_parallel=4), num_gpus=2), "engine is for 4 devices, and num_gpus=2"),
 ]
