@@ -29,7 +29,8 @@ from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
-from pallas_kernels.gpu.work_list import TILE_ROWS, build_work_list
+from pallas_kernels.gpu.work_columns import TILE_ROWS
+from pallas_kernels.gpu.work_list import build_work_list
 
 PAGE = 128  # tokens of a page of earlier tokens
 NEW_PAGES = (128, 64, 32, 16)  # tokens of a page of new tokens: the largest of which padding is at most a quarter

@@ -54,13 +54,13 @@ class GpuKernelConfig:
     stages: int = 2  # blocks of keys and values in shared memory
     q_buffers: int = 2  # 2: the memory warpgroup loads the next piece's queries; 1: see loads_queries
     num_ctas: int = 132  # one on each SM of an H100 or H200
-    heads_together: int = 0  # kv heads whose pages are read at the same time; 0: work_list.py decides
+    heads_together: int = 0  # kv heads whose pages are read at the same time; 0: ranked_list.py decides
     short_weight: int = 4  # cost of one key block of a tile of at most WARPGROUP_ROWS rows ...
     long_weight: int = 9  # ... and of a longer tile
     unit_cost: int = 11  # what a unit costs besides its blocks: 11 is about 2 us
     min_split: int = 1  # key blocks: a split leaves at least this many on either side
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
-    flat_list: bool = False  # with long_tiles=False: the flat work list of work_list.py
+    flat_list: bool = False  # with long_tiles=False: the work list of flat_list.py
     in_waves: bool = False  # of a flat list: units are whole and in waves, longest first, where none need be cut
     piece_blocks: int = 0  # of a flat list: key blocks that a CTA's second piece costs; not with merges_inside
     whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch

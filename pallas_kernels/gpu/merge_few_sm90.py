@@ -12,7 +12,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.merge_sm90 import launch_merge, split_unit
 from pallas_kernels.gpu.row_states_sm90 import LOG2E, M_START

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels.gpu import row_states_sm90 as row_states
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 

@@ -12,7 +12,7 @@ from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig
 from pallas_kernels.gpu.mla_pieces_sm90 import MlaRefs, barrier_of, order_of_parts

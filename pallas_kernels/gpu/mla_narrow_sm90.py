@@ -27,7 +27,7 @@ from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import warp_mma_sm80 as warps
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.decode_sm90 import decode_word
 from pallas_kernels.gpu.fragments_sm80 import floats_of, fragment_of_floats, fragment_of_quads, quads_of

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.decode_sm90 import decode_tile
 from pallas_kernels.gpu.mla_config import BLOCK_KV, MlaKernelConfig

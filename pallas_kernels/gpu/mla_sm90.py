@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.merge_few_sm90 import MOST_CTAS, merge_few_parts

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import warp_mma_sm80 as warp_mma
 from pallas_kernels.gpu import wide_mma_sm80 as wide_mma
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.copies_sm80 import WARPS, sync_lanes, sync_warps
 from pallas_kernels.gpu.narrow_sm90 import logits, merge_warps, query_bounds

@@ -16,7 +16,7 @@ from pallas_kernels.gpu import new_tokens_sm90 as new_tokens
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
 from pallas_kernels.gpu import warp_mma_sm80 as warps
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.gather_sm90 import gather

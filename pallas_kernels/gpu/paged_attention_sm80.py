@@ -23,7 +23,7 @@ from jax import lax
 
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import SMALL_ROWS, WarpKernelConfig

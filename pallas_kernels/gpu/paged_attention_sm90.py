@@ -35,7 +35,7 @@ from jax import lax
 
 from pallas_kernels.algebra.checks import check_arrays
 from pallas_kernels.gpu import rows_sm90 as rows
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import PIECE_BOXES, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.gpu import copies_sm80 as copies
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig
 from pallas_kernels.gpu.pieces_sm90 import HEAD, Piece, Refs

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import as_number, when, when_in_warp
 from pallas_kernels.gpu.config import PIECE_BOXES, WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.ptx_sm90 import put_numbers

@@ -14,7 +14,7 @@ from pallas_kernels.gpu import queries_sm90 as queries
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import softmax_sm90 as softmax
 from pallas_kernels.gpu import token_scales_sm90 as token_scales
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import as_number, when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS, GpuKernelConfig
 from pallas_kernels.gpu.merge_few_sm90 import merge_few_rows, steps_of

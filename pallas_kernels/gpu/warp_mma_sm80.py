@@ -33,7 +33,7 @@ from pallas_kernels.gpu.copies_sm80 import sync_lanes_of
 from pallas_kernels.gpu.decode_sm90 import decode_word
 from pallas_kernels.gpu.fragments_sm80 import floats_of, fragment_of_floats, fragment_of_quads, quads_of, words_of
 from pallas_kernels.gpu.row_states_sm90 import LN2, LOG2E, M_START
-from pallas_kernels.gpu.work_list import TILE_ROWS
+from pallas_kernels.gpu.work_columns import TILE_ROWS
 
 KEYS = 64  # of a block, for each warpgroup: 16 for each warp
 _WGMMA = plgpu.Layout.WGMMA

@@ -9,7 +9,7 @@ from pallas_kernels.gpu import lanes_sm80 as lanes
 from pallas_kernels.gpu import rows_sm90 as rows
 from pallas_kernels.gpu import tiles_sm90 as tiles
 from pallas_kernels.gpu import wide_mma_sm80 as wide_mma
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.branch import when
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import WarpKernelConfig

@@ -7,7 +7,7 @@ import pytest
 import jattn
 from jattn.backends import Feature
 from jattn.device import Chip
-from pallas_kernels.gpu import work_list
+from pallas_kernels.gpu import work_columns
 from pallas_kernels.gpu.config_sm80 import CHIPS
 from tests.backends.gpu_interpreted import INTERPRETS, interpreted_warps
 from tests.backends.invariance import backend_of_engine, bits
@@ -46,7 +46,7 @@ def test_no_chip_cuts_the_keys_of_a_request(generation, page, monkeypatch):
     meta = jattn.CommonAttentionMetadata.from_lengths(*lens, np.zeros((3, 40_000 // page + 1), np.int32), page)
     for name, cuts in ((NAME, False), ("pallas_gpu", True)):
         build = jax.jit(jattn.PagedAttention(spec, cache_spec, name, chip).build)  # one program, not 150
-        blocks = np.asarray(build(meta).work.cta)[:, [work_list.LINE_BLK0, work_list.LINE_BLK1]]
+        blocks = np.asarray(build(meta).work.cta)[:, [work_columns.LINE_BLK0, work_columns.LINE_BLK1]]
         assert blocks.any() == cuts
 
 

@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import flat_list
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
+from pallas_kernels.gpu.work_list import build_work_list
 from tests.kernels.gpu.work_lists import FLAT, HOLES, RULES, SHAPE, check_once, make, pieces_of
 
 
@@ -55,9 +57,9 @@ def test_a_flat_list_does_every_block_once_and_evenly(name):
     config, *rest, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
     check_once(config, *rest, info, cta, join)
     load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(ctas)]
-    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * wl.FLAT_WHOLE_KEYS]
+    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * flat_list.FLAT_WHOLE_KEYS]
     assert max(load) - np.mean(load) <= 1 + max(whole, default=0)
-    if not any(seq <= 2 * wl.FLAT_WHOLE_KEYS for _, seq in batch):
+    if not any(seq <= 2 * flat_list.FLAT_WHOLE_KEYS for _, seq in batch):
         assert max(load) - min(load) <= 1
     trailing = len(batch) - 1 - max((r for r, (q, _) in enumerate(batch) if q), default=-1)
     units = (len(info) - trailing) * config.num_kv_heads
@@ -184,7 +186,7 @@ def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(requests, fla
     config = default_config(**SHAPE, num_heads=32, num_kv_heads=8, rows=4, keys=keys, requests=requests)
     assert config.flat_list == flat and not supports(config)
     starts, seqs = np.arange(requests + 1, dtype=np.int32), np.full(requests, keys, np.int32)
-    work = jax.jit(lambda a, b: wl.build_work_list(a, b, requests, config))(starts, seqs)
+    work = jax.jit(lambda a, b: build_work_list(a, b, requests, config))(starts, seqs)
     info, cta = np.asarray(work.info), np.asarray(work.cta)
     check_once(config, starts, seqs, requests, info, cta, cta[:, wl.JOIN :])
 

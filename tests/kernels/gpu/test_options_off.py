@@ -13,7 +13,7 @@ from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.shards import ShardRule
 from pallas_kernels.gpu import narrow_sm90, new_tokens_sm90, queries_sm90, tiles_sm90, token_scales_sm90
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 
 SHAPE = "decode_bf16"
 OPTIONS = {  # name -> fields of the config, and the function of the kernels that only this option calls

@@ -7,8 +7,10 @@ import pytest
 
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.algebra.token_ranges import token_ranges
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import ranked_list
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.work_list import build_work_list
 from tests.kernels.gpu.work_lists import BATCHES, FLAT, HOLES, RULES, SHAPE, check_once, make, pieces_of
 
 
@@ -131,7 +133,7 @@ def test_no_batch_size_is_a_cliff():
     """From B to B + 1 decodes (B = 1 .. 512), the longest CTA's time over the even share never grows by 1.3 or more."""
     most, piece_overhead = 512, 2  # a piece costs about as much as two blocks on top of its own
     config = GpuKernelConfig(**SHAPE, num_heads=32, num_kv_heads=8, flat_list=True)
-    build = jax.jit(lambda starts, seqs: wl.build_work_list(starts, seqs, most, config))
+    build = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, most, config))
     waste = []
     for reqs in range(1, most + 1):
         seqs = np.where(np.arange(most) < reqs, 1000 + 700 * (np.arange(most) % 3), 0).astype(np.int32)
@@ -205,7 +207,7 @@ def test_what_cuts_cost_depends_on_the_heads_and_the_cache(batch, dim, kv_dtype,
     config = GpuKernelConfig(**shape, num_heads=16, num_kv_heads=8, mask=MaskRule(causal=True), num_ctas=132)
     q_lens, seqs = np.array(batch, np.int32).T
     starts = np.append(0, np.cumsum(q_lens)).astype(np.int32)
-    work = wl.build_work_list(jnp.asarray(starts), jnp.asarray(seqs), int(starts[-1]), config)
+    work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), int(starts[-1]), config)
     assert bool((np.asarray(work.cta)[:, wl.JOIN] >= 0).any()) == is_cut
 
 
@@ -255,7 +257,7 @@ def test_ranges_of_tokens_are_the_keys_of_spans_and_prefixes(name, flat):
     spans[: starts[-1]][inside] = np.stack([first, last], 1)[owner][inside]
     own = token_ranges(starts, seqs, tokens, mask, spans=spans)
     before = np.asarray(token_ranges(starts, seqs, tokens, mask, spans=spans, prefix_lens=prefixes))
-    info = np.asarray(wl.build_work_list(starts, seqs, tokens, config, ranges=own).info)
+    info = np.asarray(build_work_list(starts, seqs, tokens, config, ranges=own).info)
     tiles = len(info) - -(-2 * tokens // 16)
     ranges = info[tiles:].reshape(-1)[: 2 * tokens].reshape(-1, 2)
     live = slice(starts[-1])
@@ -281,7 +283,7 @@ def test_ranges_of_tokens_are_the_keys_of_spans_and_prefixes(name, flat):
 def test_blocks_with_new_tokens_are_computed_with_a_mask_under_a_bias():
     config = GpuKernelConfig(**SHAPE, num_heads=32, num_kv_heads=8, qq_bias=True)
     starts, seqs = np.array([0, 16, 17, 300], np.int32), np.array([1000, 128, 600], np.int32)
-    info = np.asarray(wl.build_work_list(starts, seqs, 300, config).info)
+    info = np.asarray(build_work_list(starts, seqs, 300, config).info)
     for row in info[info[:, wl.NROWS] > 0]:
         assert (row[wl.BLK0] + row[wl.FULL1]) * 128 <= row[wl.QPOS0]
 
@@ -296,7 +298,7 @@ def test_requests_that_are_left_out_have_no_rows(flat):
     starts = np.append(0, np.cumsum(lens)).astype(np.int32)
     config = GpuKernelConfig(**SHAPE, num_heads=8, num_kv_heads=2, flat_list=flat)
     left = np.where(kept, lens, 0).astype(np.int32)
-    info = np.asarray(wl.build_work_list(starts, seqs, 14, config, query_lens=left).info)
+    info = np.asarray(build_work_list(starts, seqs, 14, config, query_lens=left).info)
     rows = {int(t): int(n) for t, n in zip(info[:, wl.TOK0], info[:, wl.NROWS], strict=True) if n}
     assert rows == {0: 12, 4: 20, 11: 12}  # requests 0 and 2, and three padding tokens
 
@@ -307,4 +309,4 @@ def test_capacity_bounds_the_tiles(pipelines):
     for _ in range(20):
         q_lens = rng.integers(0, 70, size=9)
         need = sum(-(-q * 6 // config.tile_rows) for q in q_lens)
-        assert need <= wl.capacity(int(q_lens.sum()), 9, config)
+        assert need <= ranked_list.capacity(int(q_lens.sum()), 9, config)

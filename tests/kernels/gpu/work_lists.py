@@ -4,8 +4,9 @@ import jax
 import numpy as np
 
 from pallas_kernels.algebra.mask import MaskRule
-from pallas_kernels.gpu import work_list as wl
+from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.work_list import build_work_list
 
 SHAPE = dict(head_dim=128, v_head_dim=128, page_size=16, block_kv=128)
 BATCHES = {
@@ -46,7 +47,7 @@ def make(
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     tokens = int(starts[-1]) + pad
-    work = jax.jit(lambda a, b: wl.build_work_list(a, b, tokens, config))(starts, seqs)
+    work = jax.jit(lambda a, b: build_work_list(a, b, tokens, config))(starts, seqs)
     info, cta = np.asarray(work.info), np.asarray(work.cta)
     return config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :]
 

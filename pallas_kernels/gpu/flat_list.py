@@ -1,0 +1,202 @@
+"""The work list where every request has one tile (decode). The terms are in work_list.py.
+
+All units of requests are on the line, in the order of requests, which is cut at equal numbers of blocks: nothing is
+sorted, and XLA makes few kernels of it. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with
+config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
+unit.
+
+The waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
+at 2 us each. They are given out in snake order; with config.moves_padding CTAs without a part of the line come first.
+
+With config.in_waves, where no unit need be cut (see WAVES_SHARE), all are given out whole, longest first, in waves in
+snake order: a part of the line would be the heads of one request. Where some are cut, requests stay in their order: on
+a sorted line the last CTAs would have all short units, hundreds of them, and each costs 2 us.
+
+A list begins with the tiles of the ghost request, as many as if all tokens were padding; those past the padding have no
+rows. Then each request has one tile. In waves, longest first, those of padding are the last with rows.
+"""
+
+import jax.numpy as jnp
+
+from pallas_kernels.algebra.paging import cdiv
+from pallas_kernels.gpu.ranked_list import CUTS_SHARE
+from pallas_kernels.gpu.work_columns import (
+    ANY_POSITION,
+    CTA_COLUMNS,
+    NBLK,
+    PLACE,
+    WAVES,
+    GpuWorkList,
+    cta_columns,
+    divmod_i32,
+    info_columns,
+    snake,
+)
+
+CUTS_KEYS = 256
+"""The same in keys, for a flat list: a merge and a second piece take as long as these."""
+FLAT_WHOLE_KEYS = 512
+"""A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
+piece costs about 2 us besides its keys, and a merge 2 to 5."""
+WAVES_SHARE = 1.06
+"""With config.in_waves, units that the flat list would cut stay whole while the longest CTA has at most so many times
+an equal share."""
+
+
+def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
+    """The flat list: no request has more than WARPGROUP_ROWS rows. A tile without rows has no blocks."""
+    starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
+    ghosts, pads = cdiv(num_tokens * config.group, config.tile_rows), num_tokens - starts[-1]
+
+    def tiles_of(tile):
+        """(is it a ghost's, the columns of info) of each; the ghost's tiles come before the requests'."""
+        is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
+        row0 = jnp.where(is_ghost, tile * config.tile_rows, 0)
+        q_len = jnp.where(is_ghost, pads, query_lens[req])
+        nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows)
+        seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
+        tok0 = jnp.where(is_ghost, starts[-1], starts[req])
+        tile_causal = None if causal is None else is_ghost | jnp.asarray(causal)[req]
+        held = None if rank is None else (rank, jnp.where(is_ghost | (q_len == 0), 0, local_lens[req]))
+        info = info_columns(config, tok0, row0, nrows, req, q_len, seq, tile_causal, held, ranges)
+        info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
+        return is_ghost, info
+
+    tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
+    is_ghost, info = tiles_of(tile)
+    nblk, padding = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pads * config.group, config.tile_rows)
+    cut, whole = _cut_line(nblk, ghosts, config), jnp.bool_(False)
+    if config.in_waves:
+        order, in_order = _longest_first(nblk, padding)
+        whole = _whole_in_waves(in_order, config)
+        _, info = tiles_of(jnp.where(whole, order, tile))
+        cut = jnp.where(whole, _only_waves(nblk.shape[0], config), cut)
+    place = cut[:, PLACE]
+    if not config.moves_padding:
+        place = jnp.arange(config.workers, dtype=jnp.int32)
+    tiles = padding + jnp.where(whole, jnp.sum(nblk > 0, dtype=jnp.int32), 0)
+    full, rest = divmod_i32(tiles * config.num_kv_heads, config.workers)
+    waves = full + (snake(full, place, config.workers) < rest)
+    cut = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cut)
+    return GpuWorkList(info=jnp.stack(info, axis=1), cta=cut)
+
+
+def _longest_first(nblk, padding):
+    """(i32[tiles], the tiles in the order of waves; their blocks): requests, those with most blocks first, then the
+    first `padding` tiles, for the CTAs with fewer keys, then what has no rows. By counting, which XLA fuses: a sort
+    takes many kernels."""
+    tile = jnp.arange(nblk.shape[0], dtype=jnp.int32)
+    key = jnp.where(tile < padding, 1, 2 * nblk)
+    before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (tile[None, :] < tile[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    here = place[None, :] == tile[:, None]
+    order, in_order = (jnp.sum(jnp.where(here, each[None, :], 0), axis=1) for each in (tile, nblk))
+    return order, in_order
+
+
+def _whole_in_waves(nblk, config):
+    """bool: are all units given out whole, in waves? Where none is longer than the flat list would cut, or the CTA with
+    most blocks has hardly more than an equal share; but the line serves long units that are about equal as well, by 1 %
+    less time. nblk: of the tiles in their order.
+    """
+    heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
+    wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]
+    unit = wave * ctas + snake(wave, jnp.arange(ctas, dtype=jnp.int32)[None, :], ctas)
+    load = jnp.sum(jnp.where(unit < tiles * heads, nblk[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0), axis=0)
+    longest, total = jnp.max(nblk), jnp.sum(nblk) * heads
+    even = (jnp.max(load) * ctas <= total * WAVES_SHARE) & ~_fills_waves(nblk, total, config)
+    return even | (longest <= _whole_blocks(longest, total, config))
+
+
+def _fills_waves(nblk, total, config):
+    """Are units about equal, and do they fill whole waves, so that the line has no need to be cut?"""
+    units = jnp.sum(nblk > 0, dtype=jnp.int32) * config.num_kv_heads
+    most = cdiv(units, config.workers) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
+    return most * config.workers <= total.astype(jnp.float32) * CUTS_SHARE
+
+
+def _whole_blocks(nblk, total, config):
+    """Up to how many blocks a unit of the flat list is whole: see FLAT_WHOLE_KEYS."""
+    keys = jnp.where(total * 2 >= config.workers * nblk, 2 * FLAT_WHOLE_KEYS, FLAT_WHOLE_KEYS)
+    return keys // config.block_kv
+
+
+def _only_waves(tiles: int, config):
+    """The array cta where no CTA has a part of the line; WAVES is left open."""
+    me = jnp.arange(config.workers, dtype=jnp.int32)
+    every = lambda x: jnp.full_like(me, x)
+    nowhere, heads = every(ANY_POSITION), config.num_kv_heads
+    line = [every(0), nowhere, every(0), nowhere, every(0)]
+    return cta_columns([*line, every(0), every(tiles * heads), every(heads)], [every(-1), *[every(0)] * 4, me])
+
+
+def _cut_line(nblk, ghosts: int, config):
+    """The array cta: all units but those of the first `ghosts` tiles, end to end, cut at equal numbers of blocks.
+
+    CTA c begins at block c * total // C.
+    """
+    heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
+    total = ends[-1]
+    cut = lambda c: c * total // ctas
+    # the tile of each cut, its first block on the line, the blocks of one of its units: masked sums, which XLA fuses
+    point, even = cut(jnp.arange(ctas + 1, dtype=jnp.int32)), jnp.bool_(False)
+    if config.piece_blocks:
+        even, points = _even_cuts(nblk, ends - nblk * heads, total, config)
+        point = jnp.where(even, points, point)
+    starts, stops, point = point[:-1], point[1:], point[:, None]
+    begins = (ends - nblk * heads)[None, :]
+    before = (ends[None, :] <= point) & (begins < total)  # trailing requests without rows come after every cut
+    here = ~before & (begins <= point)
+    found = jnp.sum(before, axis=1, dtype=jnp.int32)
+    first = jnp.sum(jnp.where(before, nblk[None, :], 0), axis=1) * heads
+    each = jnp.maximum(jnp.sum(jnp.where(here, nblk[None, :], 0), axis=1), 1)
+
+    # each cut's unit and the block within it; past the end, the unit after the last
+    inside = point[:, 0] - first
+    quotient, remainder = divmod_i32(inside, each)
+    whole = each <= _whole_blocks(each, total, config)
+    unit = found * heads + quotient
+    alike = _fills_waves(nblk, total, config) & (config.piece_blocks == 0)  # else not measured
+    whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
+    unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
+    unit = jnp.where(total > 0, unit, ghosts * heads)
+    block = jnp.where(whole, 0, remainder)
+
+    me = jnp.arange(ctas, dtype=jnp.int32)
+    u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
+    some = jnp.maximum(total, 1)
+    begin = stops - b1  # of the unit that this CTA's end cuts
+    end = begin + each[me + 1]
+    last = cdiv(end * ctas, some) - 1  # the CTA that computes its last block
+    if config.piece_blocks:
+        last = jnp.where(even, jnp.sum(starts[None, :] < end[:, None], axis=1, dtype=jnp.int32) - 1, last)
+    joins = [jnp.where((b1 > 0) & (begin >= starts), u1, -1), me, last]
+    own = starts - b0  # where the unit begins in which this CTA begins
+    joins += [((own + 1) * ctas - 1) // some, cdiv((own + each[me]) * ctas, some) - 1]
+    nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
+    # With up to C blocks a CTA has one or none, so that `cut` counts those before that have one. Even pieces are in the
+    # first CTAs.
+    place = jnp.where(starts < stops, ctas - total + starts, me - starts)
+    place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
+    return cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
+
+
+def _even_cuts(nblk, begins, total, config):
+    """(bool: does it fit, i32[C+1] cuts): every unit in pieces of about equal length, one piece a CTA.
+
+    It fits if the longest piece needs at most piece_blocks more than an equal share of all blocks.
+    """
+    heads, ctas = config.num_kv_heads, config.workers
+    most = cdiv(total, ctas) + jnp.arange(config.piece_blocks + 1, dtype=jnp.int32)  # candidates for the longest piece
+    fits = jnp.sum(cdiv(nblk[None, :], jnp.maximum(most, 1)[:, None]), axis=1) * heads <= ctas
+    pieces = cdiv(nblk, jnp.maximum(jnp.min(jnp.where(fits, most, total + 1)), 1))  # of one unit of each tile
+    tile, me = jnp.arange(nblk.shape[0], dtype=jnp.int32), jnp.arange(ctas + 1, dtype=jnp.int32)
+    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], pieces[None, :], 0), axis=1) * heads
+    here = (ends[None, :] > me[:, None]) & ((ends - pieces * heads)[None, :] <= me[:, None])
+    of_tile = lambda x: jnp.sum(jnp.where(here, x[None, :], 0), axis=1)
+    blocks, count = of_tile(nblk), jnp.maximum(of_tile(pieces), 1)
+    head, number = divmod_i32(me - of_tile(ends - pieces * heads), count)
+    cuts = of_tile(begins) + head * blocks + divmod_i32(number * blocks, count)[0]
+    return fits.any(), jnp.where(here.any(axis=1), cuts, total)
