@@ -9,8 +9,9 @@ The waves are the tiles of padding tokens: they have one block each, so that on 
 at 2 us each. They are given out in snake order; with config.moves_padding CTAs without a part of the line come first.
 
 With config.in_waves, where no unit need be cut (see WAVES_SHARE), all are given out whole, longest first, in waves in
-snake order: a part of the line would be the heads of one request. Where some are cut, requests stay in their order: on
-a sorted line the last CTAs would have all short units, hundreds of them, and each costs 2 us.
+snake order: on the line a CTA has whole units of one or two requests, all long or all short, so that loads differ by a
+unit. Where some are cut, requests stay in their order: on a sorted line the last CTAs would have all short units,
+hundreds of them, and each costs 2 us.
 
 A list begins with the tiles of the ghost request, as many as if all tokens were padding; those past the padding have no
 rows. Then each request has one tile. In waves, longest first, those of padding are the last with rows.
@@ -34,25 +35,27 @@ from pallas_kernels.gpu.work_columns import (
 )
 
 CUTS_KEYS = 256
-"""The same in keys, for a flat list: a merge and a second piece take as long as these."""
+"""Units that are about equal stay whole while the longest CTA has at most CUTS_SHARE times an equal share and so many
+keys: a merge and a second piece take as long as these."""
 FLAT_WHOLE_KEYS = 512
-"""A unit of so many keys, or of twice as many where there are units enough for all CTAs, is not cut in a flat list: a
-piece costs about 2 us besides its keys, and a merge 2 to 5."""
+"""A unit of at most so many keys is not cut, nor one of twice as many in a batch as long as C / 2 such units: a piece
+costs about 2 us besides its keys, and a merge 2 to 5."""
 WAVES_SHARE = 1.06
-"""With config.in_waves, units that the flat list would cut stay whole while the longest CTA has at most so many times
+"""With config.in_waves, units that would be cut on the line stay whole while the longest CTA has at most so many times
 an equal share."""
 
 
 def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
-    """The flat list: no request has more than WARPGROUP_ROWS rows. A tile without rows has no blocks."""
+    """The flat list; the arguments are those of build_work_list. No request has more than WARPGROUP_ROWS rows. A tile
+    without rows has no blocks."""
     starts, num_reqs = query_start_loc.astype(jnp.int32), seq_lens.shape[0]
-    ghosts, pads = cdiv(num_tokens * config.group, config.tile_rows), num_tokens - starts[-1]
+    ghost_tiles, pad_tokens = cdiv(num_tokens * config.group, config.tile_rows), num_tokens - starts[-1]
 
     def tiles_of(tile):
-        """(is it a ghost's, the columns of info) of each; the ghost's tiles come before the requests'."""
-        is_ghost, req = tile < ghosts, jnp.maximum(tile - ghosts, 0)
+        """(is it the ghost's, the columns of info) of each; the ghost's tiles come before the requests'."""
+        is_ghost, req = tile < ghost_tiles, jnp.maximum(tile - ghost_tiles, 0)
         row0 = jnp.where(is_ghost, tile * config.tile_rows, 0)
-        q_len = jnp.where(is_ghost, pads, query_lens[req])
+        q_len = jnp.where(is_ghost, pad_tokens, query_lens[req])
         nrows = jnp.clip(q_len * config.group - row0, 0, config.tile_rows)
         seq = jnp.where(is_ghost | (q_len == 0), 0, seq_lens.astype(jnp.int32)[req])
         tok0 = jnp.where(is_ghost, starts[-1], starts[req])
@@ -62,31 +65,31 @@ def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
         info[NBLK] = jnp.where(nrows > 0, info[NBLK], 0)
         return is_ghost, info
 
-    tile = jnp.arange(ghosts + num_reqs, dtype=jnp.int32)
+    tile = jnp.arange(ghost_tiles + num_reqs, dtype=jnp.int32)
     is_ghost, info = tiles_of(tile)
-    nblk, padding = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pads * config.group, config.tile_rows)
-    cut, whole = _cut_line(nblk, ghosts, config), jnp.bool_(False)
+    nblk, pad_tiles = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pad_tokens * config.group, config.tile_rows)
+    cta, whole = _cut_line(nblk, ghost_tiles, config), jnp.bool_(False)
     if config.in_waves:
-        order, in_order = _longest_first(nblk, padding)
+        order, in_order = _longest_first(nblk, pad_tiles)
         whole = _whole_in_waves(in_order, config)
         _, info = tiles_of(jnp.where(whole, order, tile))
-        cut = jnp.where(whole, _only_waves(nblk.shape[0], config), cut)
-    place = cut[:, PLACE]
+        cta = jnp.where(whole, _only_waves(nblk.shape[0], config), cta)
+    place = cta[:, PLACE]
     if not config.moves_padding:
         place = jnp.arange(config.workers, dtype=jnp.int32)
-    tiles = padding + jnp.where(whole, jnp.sum(nblk > 0, dtype=jnp.int32), 0)
+    tiles = pad_tiles + jnp.where(whole, jnp.sum(nblk > 0, dtype=jnp.int32), 0)
     full, rest = divmod_i32(tiles * config.num_kv_heads, config.workers)
     waves = full + (snake(full, place, config.workers) < rest)
-    cut = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cut)
-    return GpuWorkList(info=jnp.stack(info, axis=1), cta=cut)
+    cta = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cta)
+    return GpuWorkList(info=jnp.stack(info, axis=1), cta=cta)
 
 
-def _longest_first(nblk, padding):
+def _longest_first(nblk, pad_tiles):
     """(i32[tiles], the tiles in the order of waves; their blocks): requests, those with most blocks first, then the
-    first `padding` tiles, for the CTAs with fewer keys, then what has no rows. By counting, which XLA fuses: a sort
+    first `pad_tiles` tiles, for the CTAs with fewer keys, then what has no rows. By counting, which XLA fuses: a sort
     takes many kernels."""
     tile = jnp.arange(nblk.shape[0], dtype=jnp.int32)
-    key = jnp.where(tile < padding, 1, 2 * nblk)
+    key = jnp.where(tile < pad_tiles, 1, 2 * nblk)
     before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (tile[None, :] < tile[:, None]))
     place = jnp.sum(before, axis=1, dtype=jnp.int32)
     here = place[None, :] == tile[:, None]
@@ -95,9 +98,10 @@ def _longest_first(nblk, padding):
 
 
 def _whole_in_waves(nblk, config):
-    """bool: are all units given out whole, in waves? Where none is longer than the flat list would cut, or the CTA with
-    most blocks has hardly more than an equal share; but the line serves long units that are about equal as well, by 1 %
-    less time. nblk: of the tiles in their order.
+    """bool: are all units given out whole, in waves? Yes where the line would cut none, or where the CTA with most
+    blocks has hardly more than an equal share; but long units that are about equal take 1 % less time on the line.
+
+    nblk: blocks of the tiles, in the order of the waves.
     """
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]
@@ -109,7 +113,7 @@ def _whole_in_waves(nblk, config):
 
 
 def _fills_waves(nblk, total, config):
-    """Are units about equal, and do they fill whole waves, so that the line has no need to be cut?"""
+    """Are units about equal, and do they fill whole waves, so that no unit of the line need be cut? See CUTS_KEYS."""
     units = jnp.sum(nblk > 0, dtype=jnp.int32) * config.num_kv_heads
     most = cdiv(units, config.workers) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
     return most * config.workers <= total.astype(jnp.float32) * CUTS_SHARE
@@ -122,7 +126,7 @@ def _whole_blocks(nblk, total, config):
 
 
 def _only_waves(tiles: int, config):
-    """The array cta where no CTA has a part of the line; WAVES is left open."""
+    """The array cta where no CTA has a part of the line; `build` fills in WAVES."""
     me = jnp.arange(config.workers, dtype=jnp.int32)
     every = lambda x: jnp.full_like(me, x)
     nowhere, heads = every(ANY_POSITION), config.num_kv_heads
@@ -130,8 +134,8 @@ def _only_waves(tiles: int, config):
     return cta_columns([*line, every(0), every(tiles * heads), every(heads)], [every(-1), *[every(0)] * 4, me])
 
 
-def _cut_line(nblk, ghosts: int, config):
-    """The array cta: all units but those of the first `ghosts` tiles, end to end, cut at equal numbers of blocks.
+def _cut_line(nblk, ghost_tiles: int, config):
+    """The array cta: all units but those of the first ghost_tiles, end to end, cut at equal numbers of blocks.
 
     CTA c begins at block c * total // C.
     """
@@ -161,7 +165,7 @@ def _cut_line(nblk, ghosts: int, config):
     alike = _fills_waves(nblk, total, config) & (config.piece_blocks == 0)  # else not measured
     whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
     unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
-    unit = jnp.where(total > 0, unit, ghosts * heads)
+    unit = jnp.where(total > 0, unit, ghost_tiles * heads)
     block = jnp.where(whole, 0, remainder)
 
     me = jnp.arange(ctas, dtype=jnp.int32)
@@ -176,8 +180,8 @@ def _cut_line(nblk, ghosts: int, config):
     own = starts - b0  # where the unit begins in which this CTA begins
     joins += [((own + 1) * ctas - 1) // some, cdiv((own + each[me]) * ctas, some) - 1]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
-    # With up to C blocks a CTA has one or none, so that `cut` counts those before that have one. Even pieces are in the
-    # first CTAs.
+    # Of up to C blocks a CTA has one or none, and `starts` counts the CTAs before it that have one. Even pieces are in
+    # the first CTAs.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
     return cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])

@@ -33,12 +33,12 @@ from pallas_kernels.gpu.work_columns import (
 
 L2_BYTES = 40 << 20  # keys and values beyond this do not stay in a Hopper's 50 MB of L2 while a wave of tiles passes
 CUTS_SHARE, CUTS_COST, CUTS_COST_8BIT = 1.04, 66, 28
-"""Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share; costs
-are like config.unit_cost, 11 for 2 us. To cut takes a second piece on each CTA, and parts to write and to merge. Whole
-units of one head also pass over its keys at the same time, so that they are read into L2 once. An H200, 2026-11-30,
-whole and cut: 32 decodes and two prompts of 8 heads on one kv head, of which the longest CTA has 45 more than a share,
-94 and 108 us, 34 requests of 4 kv heads, 39 more, 150 and 161; over 8-bit caches a batch with 23 more 65 and 70, one
-with 31 more 155 and 151, one with 54 more 110 and 110."""
+"""Units stay whole while the longest CTA has at most CUTS_SHARE times, or CUTS_COST more than, an equal share, where
+11 is about 2 us, as in config.unit_cost. To cut takes a second piece on each CTA, and parts to write and to merge.
+Whole units of one head also pass over its keys at the same time, so that they are read into L2 once. An H200,
+2026-11-30, whole and cut: 32 decodes and two prompts of 8 heads on one kv head, of which the longest CTA has 45 more
+than a share, 94 and 106 us, 34 requests of 4 kv heads, 39 more, 150 and 160; over 8-bit caches a batch with 23 more 65
+and 71, one with 31 more 155 and 151, one with 54 more 111 and 109."""
 WIDE, WIDE_CUTS_SHARE, WIDE_CUTS_COST = 192, 1.12, 110
 """Both for heads wider than that in 16 bits, whose partial results are as wide. Five short prompts of heads of 256, of
 which the longest CTA has 49 more than a share when whole, take 54 us, and 75 in pieces; one prompt of 1324, 60 more, 37
@@ -47,10 +47,12 @@ EVEN_SHARE = 1.06
 """Long units are cut into equal parts, one for each CTA, while the longest part has at most so many times an equal
 share. The tiles of one head then pass over its keys at the same time, so that they are read into L2 once; cut at equal
 shares of the line, each CTA begins at another key."""
-FEW = 0.05  # share of a batch's cost below which its decodes do not change how its prefills are arranged
+FEW_DECODES = 0.05
+"""Share of a batch's cost in decodes below which they do not change how its prefills are arranged. In a batch with more
+of both, every other CTA goes through its pieces backward, so that decodes run beside prefills."""
 
 
-def capacity(num_tokens: int, num_reqs: int, config: GpuKernelConfig) -> int:
+def max_tiles(num_tokens: int, num_reqs: int, config: GpuKernelConfig) -> int:
     """Static upper bound of the tiles: the sum of ceil(q_len * G / tile_rows), the ghost request included."""
     return num_tokens * config.group // config.tile_rows + num_reqs + 1
 
@@ -70,7 +72,7 @@ def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ra
     seqs = jnp.append(seq_lens.astype(jnp.int32), 0)
     seqs = jnp.where(q_lens > 0, seqs, 0)
     ends = jnp.cumsum(cdiv(q_lens * config.group, config.tile_rows))
-    tile = jnp.arange(capacity(num_tokens, num_reqs, config), dtype=jnp.int32)
+    tile = jnp.arange(max_tiles(num_tokens, num_reqs, config), dtype=jnp.int32)
     req = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
     valid = req <= num_reqs
     req = jnp.minimum(req, num_reqs)
@@ -89,9 +91,9 @@ def _assign(info, cost, config) -> GpuWorkList:
     """Ranked tiles -> whole waves and cuts of the line."""
     heads, ctas = config.num_kv_heads, config.workers
     cost, shift = _in_32_bits(cost, heads)
-    few, keys = _kinds(info, cost)
+    decode_share, keys = _decode_share(info, cost)
     tiles = jnp.sum(cost > 0, dtype=jnp.int32)
-    exceeds_l2 = _prefill_exceeds_l2(few, keys, config)
+    exceeds_l2 = _prefill_exceeds_l2(decode_share, keys, config)
     set_heads = jnp.where(exceeds_l2 & (tiles >= ctas), 1, config.heads_together or heads).astype(jnp.int32)
     num_units, set_units = tiles * heads, jnp.maximum(tiles, 1) * set_heads
     unit = jnp.arange(cdiv(cost.shape[0] * heads, ctas) * ctas, dtype=jnp.int32)
@@ -101,9 +103,9 @@ def _assign(info, cost, config) -> GpuWorkList:
     ends = jnp.cumsum(each)
     total = ends[-1]
     waves, load, longest = _whole_waves(each.reshape(-1, ctas), num_units // ctas, total)
-    ratio, more = _worth_cutting(config)
-    few_cuts_gain = longest <= jnp.maximum(total / ctas * ratio, total / ctas + more)
-    whole = jnp.bool_(True) if config.whole_units else few_cuts_gain
+    ratio, more = _limits_of_whole(config)
+    cuts_gain_little = longest <= jnp.maximum(total / ctas * ratio, total / ctas + more)
+    whole = jnp.bool_(True) if config.whole_units else cuts_gain_little
     share = jnp.maximum(total / ctas - load, 0.0)
     base = jnp.where(waves > 0, ends[jnp.maximum(waves * ctas - 1, 0)], 0)
     rest = (total - base).astype(jnp.float32)
@@ -124,15 +126,15 @@ def _assign(info, cost, config) -> GpuWorkList:
     u0 = jnp.where(whole, jnp.minimum(own, num_units), u0)
     u1 = jnp.where(whole, jnp.minimum(own + 1, num_units), u1)
     b0, b1 = (jnp.where(whole, 0, b) for b in (b0, b1))
-    mixed = (few > FEW) & (few < 1 - FEW)  # then every other CTA walks its pieces backward: decodes beside prefills
+    mixed = (decode_share > FEW_DECODES) & (decode_share < 1 - FEW_DECODES)
     backward = jnp.where(mixed, jnp.arange(ctas) % 2, 0)
     spread = lambda x: jnp.broadcast_to(x, (ctas,))
     columns = [spread(waves), u0, b0, u1, b1, backward, spread(set_units), spread(set_heads)]
     return GpuWorkList(info=info, cta=cta_columns(columns, joins))
 
 
-def _worth_cutting(config) -> tuple[float, int]:
-    """(times an equal share, cost more than it): what the longest CTA has at least where units are cut."""
+def _limits_of_whole(config) -> tuple[float, int]:
+    """(times an equal share, cost more than it): what the longest CTA may have while units stay whole."""
     if config.quantised:
         return CUTS_SHARE, CUTS_COST_8BIT
     return (WIDE_CUTS_SHARE, WIDE_CUTS_COST) if config.head_dim > WIDE else (CUTS_SHARE, CUTS_COST)
@@ -165,7 +167,7 @@ def _equal_parts(each, ends, ctas):
     return fits, cuts
 
 
-def _kinds(info, cost):
+def _decode_share(info, cost):
     """(share of the cost in requests of few rows, number of key tokens of the other requests)."""
     first, rows = info[:, ROW0] == 0, info[:, NROWS]
     few = first & (rows > 0) & (rows <= SHORT_ROWS)  # with two pipelines, the first tile of each prompt too
@@ -173,13 +175,13 @@ def _kinds(info, cost):
     return share, jnp.sum(jnp.where(first & (rows > SHORT_ROWS), info[:, SEQ], 0))
 
 
-def _prefill_exceeds_l2(few, keys, config: GpuKernelConfig):
-    """Do the keys of a prefill exceed L2? A window reads few of them at any time. Not where decodes cost more than FEW,
-    which share no keys, and where config.heads_together already says how heads are taken."""
+def _prefill_exceeds_l2(decode_share, keys, config: GpuKernelConfig):
+    """Do the keys of a prefill exceed L2? A window reads few of them at any time. Not where decodes, which share no
+    keys, cost more than FEW_DECODES, and not where config.heads_together already says how heads are taken."""
     if config.heads_together or config.mask.left >= 0 or config.mask.chunk > 0:
         return jnp.bool_(False)
     large = keys.astype(jnp.float32) * (config.key_bytes * config.num_kv_heads) > L2_BYTES
-    return large & (few < FEW)
+    return large & (decode_share < FEW_DECODES)
 
 
 def _whole_waves(cost, most, total):

@@ -25,7 +25,8 @@ TOK0, ROW0, NROWS, BLK0, NBLK, FULL0, FULL1, KSTART, KSTOP, REQ, QPOS0, SEQ, CAU
 FULL0, FULL1: blocks, counted from BLK0, that every row sees whole (half open); KSTART, KSTOP: key positions that
 some row sees (half open); REQ, QPOS0, SEQ: the request, the position of its first query, its number of keys; CAUSAL: 1
 if it is causal, plus twice the rank. If several ranks hold the keys, those of BLK0 .. KSTOP and SEQ are one rank's.
-With spans in the mask, the rows of info after the tiles hold two numbers a token: see algebra/token_ranges.py."""
+With spans in the mask, the rows of info after the tiles have the first key that each token sees and the one after the
+last: see algebra/token_ranges.py."""
 INFO_COLUMNS = 16
 WAVES, LINE_UNIT0, LINE_BLK0, LINE_UNIT1, LINE_BLK1, BACKWARD, SET_UNITS, SET_HEADS = range(8)
 JOIN, FROM, UNTIL, PLACE, CTA_COLUMNS = 8, 11, 12, 13, 16

@@ -304,9 +304,9 @@ def test_requests_that_are_left_out_have_no_rows(flat):
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
-def test_capacity_bounds_the_tiles(pipelines):
+def test_max_tiles_bounds_the_tiles(pipelines):
     rng, config = np.random.default_rng(0), GpuKernelConfig(**SHAPE, num_heads=6, num_kv_heads=1, pipelines=pipelines)
     for _ in range(20):
         q_lens = rng.integers(0, 70, size=9)
         need = sum(-(-q * 6 // config.tile_rows) for q in q_lens)
-        assert need <= ranked_list.capacity(int(q_lens.sum()), 9, config)
+        assert need <= ranked_list.max_tiles(int(q_lens.sum()), 9, config)
