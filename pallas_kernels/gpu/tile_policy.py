@@ -4,7 +4,8 @@ A policy is a pure function TileRequest -> {field of GpuKernelConfig: value}; PO
 policy that names a field decides it, and what the caller gave is decided before. To add a policy, write such a function
 and put it in POLICIES before the one that it overrides.
 
-Figures are microseconds, on an H200 unless another card is named; docs/notebook/nvidia_h200.md has the runs.
+Figures are microseconds, on an H200 unless another card is named, of the run in which a choice was compared: the kernel
+may be faster since. docs/notebook/nvidia_h200.md has the runs, docs/performance/nvidia_attention.md today's figures.
 """
 
 import dataclasses
@@ -25,32 +26,33 @@ NARROW_ROWS_16BIT, NARROW_ROWS_8BIT = 8, 16
 
 UNIT_COST_CONVERTED = 22
 """What a unit costs besides its blocks (GpuKernelConfig.unit_cost) where tiles are converted: 32 decodes
-and two prompts of 8 heads on one kv head over float8 take 113, with 11 134."""
+and two prompts of 8 heads on one kv head over float8 take 113, and 134 with a unit_cost of 11."""
 
 UNITS_PER_CTA = 3
 """From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of
 one unit and the loads of another overlap: on an H100 64 and 512 requests of 50 to 800 keys take 49 and 322 instead of
-66 and 356, of 8 bits 37 instead of 49. With 256 units for 132 CTAs one pipeline is faster: 33 and 36."""
+66 and 356, over an 8-bit cache 37 instead of 49. With 256 units for 132 CTAs one pipeline takes 33, two 36."""
 
 PIPELINE_KEYS, MANY_REQUESTS = 320, 8
 """Tiles of many rows have two pipelines only where a unit has at most PIPELINE_KEYS, by a window or in a batch of at
 least MANY_REQUESTS: on an H100 a window of 128 over a prompt of 8192 takes 144 instead of 162, 62 short requests with
 that window 32 instead of 53, 32 prompts of 30 to 300 47 instead of 55; but a window of 512 5 to 10 % longer, and one
-prompt of 256 9.6 instead of 9.0. Such units are never cut. Those of more keys may be: in a batch that is mostly
+prompt of 256 9.6 instead of 9.0. Such units are never cut. Those of more keys may be: else, in a batch that is mostly
 padding, one warpgroup alone would compute a request."""
 
 PIPELINE_STAGES, STAGES_OF_SMALL_KEYS, SMALL_KEY_BYTES = 2, 4, 256
-"""At most so many stages of a pipeline, the second number for narrow tiles whose key and value have at most
-SMALL_KEY_BYTES: 512 tiny decodes of heads of 64 take 119.5, 122 with 2, 256 over float8 68, 70.5 with 2; but 32 of 2000
-keys of heads of 80 188, 185.5 with 2."""
+"""At most so many stages of a pipeline; the second number for narrow tiles whose key and value have at most
+SMALL_KEY_BYTES. With four stages instead of two 512 tiny decodes of heads of 64 take 119.5 instead of 122, 256 over
+float8 68 instead of 70.5; but 32 of 2000 keys of heads of 80, which have more bytes, 188 instead of 185.5."""
 
 MOST_SORTED = 2048
-"""Requests up to which a list for two pipelines is in waves, longest first: sorting compares each with each, 6 kernels
-more, of 1 us each for 256 requests. 512 tiny decodes of heads of 64 take 122 instead of 137, 256 over float8 70 instead
-of 94, 300 of 4 kv heads 73 instead of 78."""
+"""Requests up to which a list for two pipelines is in waves, longest first. Sorting compares each request with each
+other, in 6 more kernels, of 1 us each for 256 requests. 512 tiny decodes of heads of 64 take 122 instead of 137, 256
+over float8 70 instead of 94, 300 of 4 kv heads 73 instead of 78."""
 
 FLAT_LIST = True
-"""The flat work list where every request has few rows: building it takes 6.6 to 12 us, the ranked one 27 to 42."""
+"""The flat work list where every request has few rows: building it takes 6.6 to 12 us, in waves up to 23, and
+the ranked one 27 to 54."""
 
 FIXED_MAX = True
 """No running maximum under a soft cap, which soft_cap_sm90.py then computes. Without a maximum alone, before there was
@@ -65,11 +67,11 @@ THREE_COMPUTE_DIM, FEW_REQUESTS, UNITS_OF_THREE = 64, 8, 4
 """Three warpgroups that compute, with tiles of 192 rows, for long prompts of heads of up to THREE_COMPUTE_DIM: one of
 4096 tokens takes 280 instead of 311. Over an 8-bit cache, whose tiles are converted for more rows at a time, a prompt
 of 8192 takes 909 instead of 984, and heads may have 128; but a chunk of 512 tokens takes 473 instead of 436, and a
-batch with 32 decodes 548 instead of 499. So there are few requests, and UNITS_OF_THREE units for each CTA. Measured
-before computing warpgroups loaded their own queries."""
+batch with 32 decodes 548 instead of 499. So over an 8-bit cache only batches of at most FEW_REQUESTS, with at least
+UNITS_OF_THREE units for each CTA, have three. Measured before computing warpgroups loaded their own queries."""
 
 CHUNK_KEYS = 16
-"""Keys for each new token of a chunk: see softmax_of_long_tiles."""
+"""A chunk has at least so many keys for each new token: see _is_chunk."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,11 +122,11 @@ def _narrow_rows(request: TileRequest) -> int:
 
 
 def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
-    """Which bodies the kernel has and which work list it walks, given the rows of a request."""
+    """Which kinds of tile the kernel has and which work list it reads, given the rows of a request."""
     config = request.config
     if request.rows is None:
         return {}
-    needs_long = config.weights_first or config.computing == 3  # at this place only if the caller says so
+    needs_long = config.weights_first or config.computing == 3  # set by the caller: no earlier policy does
     few, keys = _is_few(request) and not needs_long, _most_keys(request)
     long_tiles = _with(request, long_tiles=not few).long_tiles
     chosen: dict[str, Any] = {"long_tiles": long_tiles}
