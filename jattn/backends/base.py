@@ -291,9 +291,9 @@ class AttentionBackend(BackendMethods):
         dtypes: of the queries and, without a cache, of the packed keys. Empty: they are not checked.
         """
         of_queries = cls.query_reasons(spec, cache_spec, chip, *dtypes) if dtypes else ()
-        told = subjects(of_queries)  # of these queries, and not of usual ones
+        told = subjects(of_queries)  # layer_reasons would say the same of queries of the default dtype
         if cache_spec is not None and not cls.supports_block_size(cache_spec.block_size):
-            told.add(Subject.PAGE_SIZE)  # by the list
+            told.add(Subject.PAGE_SIZE)  # reasons_against says it, from the list of sizes
         of_layer = (why for why in cls.layer_reasons(spec, cache_spec, chip) if not subjects([why]) & told)
         return tuple(reasons_against(cls, Question.of(spec, cache_spec, chip, needs), (*of_layer, *of_queries)))
 

@@ -45,7 +45,7 @@ log = logging.getLogger("jattn.engine")
 Prompt = str | Many[int]
 
 PLACES = "an engine places its arrays"
-"""What device.check_context says of an Engine."""
+"""What an Engine does, in the error of device.check_context."""
 
 
 class Engine:
@@ -119,8 +119,9 @@ class Engine:
             StepShapes(self.limits, block_size, deterministic, admission.depends_on_length(config), place), rule
         )
         self.runner = Runner(model, params, caches, make_caches, self.shapes)
-        of_tables = model.data_ranks, pools, block_size, config.cache_groups, prefix_caching
-        make_tables = functools.partial(data_ranks.make_tables, *of_tables)
+        make_tables = functools.partial(
+            data_ranks.make_tables, model.data_ranks, pools, block_size, config.cache_groups, prefix_caching
+        )
         self._loop = self._loop_of(make_tables, rule)
         self._seeds = np.random.default_rng(seed)
         self._next_id = self._next_seq_id = 0
@@ -273,7 +274,8 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """End a request and free its blocks at once; returns False if there is no such request.
 
-        Called by a tokenizer, from its decode: once the text of the step is read, if the request has not ended then.
+        If a tokenizer calls it from its decode, the request ends once the text of the step is read, unless it has ended
+        by then.
         """
         request = self._loop.requests.get(request_id) if isinstance(request_id, str) else None
         if request is not None:
@@ -319,7 +321,7 @@ class Engine:
 
     @interrupts.held()
     def _renew_caches(self) -> None:
-        """Make new caches, and forget which blocks had keys of earlier requests."""
+        """Make new caches, and forget the blocks that held keys of earlier requests."""
         self._loop.restart(new_caches=True)
 
     def _check_warmup(self) -> None:

@@ -15,7 +15,7 @@ from jattn.errors.arguments import function, integer, optional
 from jattn.text.chat import load_chat_template
 from jattn.text.tokenizer import load_tokenizer
 
-OF_FOLDER = {"config", "params", "tokenizer", "chat_template"}
+FROM_FOLDER = {"config", "params", "tokenizer", "chat_template"}
 """Arguments of an Engine that are read from the folder."""
 
 MESH_AXES = dict(data_parallel="data", tensor_parallel="tensor", decode_context_parallel="context")
@@ -40,8 +40,8 @@ def make(
 
     if unknown := unknown_names(engine, options):
         raise TypeError(f"{engine.__name__}.from_pretrained has no argument {', '.join(unknown)}")
-    of_weights: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
-    check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel, progress=progress) | of_weights)
+    weight_options: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
+    check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel, progress=progress) | weight_options)
     mesh = mesh_of(mesh, **sizes)
     config, sharding = models.load_config(directory), None
     construction.check_decoder_only(config)
@@ -49,51 +49,51 @@ def make(
     if mesh is not None:
         sharding = construction.model_mesh_of(config, mesh, engine.spans_processes, expert_parallel)
         sharding = sharding.weight_sharding(config)
-    # first, because a folder without a tokenizer is refused
+    # before the weights, because a folder without a tokenizer is refused
     tokenizer, template = load_tokenizer(directory), load_chat_template(directory)
-    config, params = models.load(directory, sharding=sharding, progress=progress, **of_weights)
+    config, params = models.load(directory, sharding=sharding, progress=progress, **weight_options)
     return engine(
         config, params, tokenizer, chat_template=template, mesh=mesh, expert_parallel=expert_parallel, **options
     )
 
 
 def unknown_names(engine: type, names: Iterable[str]) -> list[str]:
-    """Those of the names that are no arguments of this class, or that the folder gives."""
+    """The names that are not arguments of this class, or that are read from the folder."""
     taken: set[str] = set()
     for owner in (each for each in engine.__mro__ if "__init__" in vars(each)):
         arguments = inspect.signature(owner).parameters.values()
         taken |= {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
-        if not any(each.kind is each.VAR_KEYWORD for each in arguments):  # it hands no other options on
+        if not any(each.kind is each.VAR_KEYWORD for each in arguments):  # it passes no options on to the next class
             break
-    return sorted({*names} - (taken - OF_FOLDER))
+    return sorted({*names} - (taken - FROM_FOLDER))
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as their rules return them; the error of the first that breaks its rule."""
+    """The options as their rules return them; raises the error of the first that breaks its rule."""
     from jattn.models.model_folder import weights_dtype
     from jattn.models.quantising import check_quantization
 
-    of_weights = dict(
+    weight_rules = dict(
         dtype=lambda _, dtype: weights_dtype(dtype), quantization=optional(lambda _, name: check_quantization(name)),
         progress=optional(function),
     )  # fmt: skip
-    rules = construction.OPTIONS | of_weights | dict.fromkeys(MESH_AXES, integer(1))
+    rules = construction.OPTIONS | weight_rules | dict.fromkeys(MESH_AXES, integer(1))
     return {name: rules[name](name, value) if name in rules else value for name, value in options.items()}
 
 
 def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
-    """The mesh that the options of from_pretrained mean, which are the sizes of MESH_AXES; None: one device."""
+    """The mesh that from_pretrained was given, or one of the sizes given for MESH_AXES; None: one device."""
     count = math.prod(integer(1)(name, sizes[name]) for name in MESH_AXES)
-    told = " and ".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
+    given = " and ".join(f"{name}={sizes[name]}" for name in MESH_AXES if sizes[name] > 1)
     if mesh is not None and count > 1:
-        raise ValueError(f"give mesh= or {told}, not both")
+        raise ValueError(f"give mesh= or {given}, not both")
     if mesh is not None or count == 1:
         return mesh
     devices = device.devices()
     devices_are_cpus = devices[0].platform == "cpu"
     if count > len(devices):
         raise ValueError(
-            f"{told}: {count} devices are needed, and JAX has {len(devices)}"
+            f"{given}: {count} devices are needed, and JAX has {len(devices)}"
             + (f"; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count={count}" * devices_are_cpus)
         )
     shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())

@@ -9,10 +9,10 @@ import jax
 
 
 class Subject(enum.Enum):
-    """What a reason is about, if a caller may have another one that says the same."""
+    """What a reason is about, where two checks may refuse the same thing: the caller then reports one of the two."""
 
     PAGE_SIZE = enum.auto()
-    MEMORY = enum.auto()  # of the chip, that a launch needs
+    MEMORY = enum.auto()  # of the chip: too little for a launch
 
 
 class Reason(str):
@@ -36,7 +36,7 @@ class Reasons(list[str]):
 
 
 def subjects(reasons: Iterable[str]) -> set[Subject]:
-    """What these reasons are about, those without a subject left out."""
+    """The subjects of these reasons; a reason without one adds none."""
     return {reason.about for reason in reasons if isinstance(reason, Reason) and reason.about is not None}
 
 
@@ -64,7 +64,7 @@ def check_arrays(
     """ValueError at the first array that differs from the kernel's config.
 
     page_shape: (kv heads, slots of a page), in the pool's order. extra: (name, seen, wanted) of what only this kernel
-    takes.
+    checks.
     """
     c = config
     check_seen(
