@@ -1,4 +1,4 @@
-"""The flat work list, and that in waves, walked in numpy: every block is computed once, and the load is even."""
+"""The flat work list, on its line and in waves, walked in numpy: every block is computed once, and the load is even."""
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from tests.kernels.gpu.work_lists import FLAT, HOLES, RULES, SHAPE, check_once, 
 
 @pytest.mark.parametrize("piece_blocks", [0, 4])
 def test_ctas_without_keys_have_the_padding(piece_blocks):
-    """One of four rows of a batch is a request: its blocks and the tiles of the padding are on different CTAs."""
+    """A request of one token beside 60 tokens of padding: its blocks and the tiles of padding are on different CTAs."""
     made = make([(1, 600)], MaskRule(), pad=60, flat=True, piece_blocks=piece_blocks)
     config, _, _, _, info, cta, _ = made
     check_once(*made)
@@ -36,7 +36,7 @@ def test_where_padding_is_not_moved_it_is_given_out_in_snake_order(batch, monkey
 
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_tiles_of_padding_are_shared_out_in_a_flat_list(pipelines):
-    """128 requests in a batch of 512: 12 or 24 tiles of padding tokens, of 8 heads each, were all one CTA's."""
+    """128 requests in a batch of 512: 12 or 24 tiles of padding, of 8 heads each. On the line one CTA had all."""
     batch = [(1, 1024)] * 128 + [(0, 0)] * 384
     config, *rest, info, cta, join = make(batch, RULES["causal"], pad=384, flat=True, pipelines=pipelines)
     check_once(config, *rest, info, cta, join)
@@ -107,7 +107,7 @@ def test_short_decodes_are_not_cut_and_loads_differ_by_a_unit(count, length):
     assert max(units) == -(-count * config.num_kv_heads // config.workers)
 
 
-WAVES = {  # name -> requests, rows of padding, kv heads, the longest pipeline's share over an equal one at most
+WAVES = {  # name -> requests, tokens of padding, kv heads, the most that a pipeline may have, in equal shares
     "ragged": ([(1, 50 + 37 * i % 751) for i in range(256)], 0, 8, 1.05),
     "beside padding": ([(1, 360 + 97 * i % 240) for i in range(200)] + [(0, 0)] * 56, 56, 8, 1.1),  # 6.2 units each
     "one head": ([(1, 50 + 37 * i % 751) for i in range(512)], 0, 1, 1.1),
@@ -149,7 +149,7 @@ def test_a_list_in_waves_cuts_a_unit_that_is_longer_than_a_share(name, is_cut):
 
 
 def test_where_units_are_cut_no_cta_has_all_of_the_short_ones():
-    """Lengths of a log-normal law. On a line that was sorted, one pipeline had 120 units, of about 15."""
+    """Lengths of a log-normal law. On a line that was sorted, one pipeline had 120 units, others 15."""
     lengths = np.exp(np.random.default_rng(0).normal(7.3, 1.2, 256)).astype(int)
     pieces = {}
     for in_waves in (False, True):
