@@ -204,7 +204,8 @@ def _has_few_units(request: TileRequest) -> bool:
 
 def _can_be_counted(request: TileRequest, keys: int, block: int, workers: int) -> bool:
     """Do blocks of so many keys times workers fit in 32 bits, as the flat list multiplies them?"""
-    return _units(request) * -(-keys // block) * workers < 2**31
+    blocks = -(-keys // block) + (keys != request.keys)  # a window begins within a block
+    return _units(request) * blocks * workers < 2**31
 
 
 def _units(request: TileRequest) -> int:
