@@ -196,7 +196,7 @@ def test_the_blocks_of_a_window_that_begins_within_one_fit_in_32_bits():
     shape = dict(num_heads=8, num_kv_heads=8, rows=1, keys=10**6, requests=1024, mask=MaskRule(left=63_486))
     config = default_config(head_dim=128, v_head_dim=128, page_size=16, **shape)
     starts, seqs = np.arange(1025, dtype=np.int32), np.full(1024, 900_033, np.int32)
-    work = jax.jit(lambda a, b: wl.build_work_list(a, b, 1024, config))(starts, seqs)
+    work = jax.jit(lambda a, b: build_work_list(a, b, 1024, config))(starts, seqs)
     info, cta = np.asarray(work.info), np.asarray(work.cta)
     check_once(config, starts, seqs, 1024, info, cta, cta[:, wl.JOIN :])
 
