@@ -193,7 +193,7 @@ def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(requests, fla
 
 def test_the_blocks_of_a_window_that_begins_within_one_fit_in_32_bits():
     """63 487 keys are 992 blocks of 64, or 993: times 8192 units and 264 pipelines, 2 ** 31 + 65 536."""
-    shape = dict(num_heads=8, num_kv_heads=8, rows=1, keys=10**6, requests=1024, mask=MaskRule(left=63_486))
+    shape: dict = dict(num_heads=8, num_kv_heads=8, rows=1, keys=10**6, requests=1024, mask=MaskRule(left=63_486))
     config = default_config(head_dim=128, v_head_dim=128, page_size=16, **shape)
     starts, seqs = np.arange(1025, dtype=np.int32), np.full(1024, 900_033, np.int32)
     work = jax.jit(lambda a, b: build_work_list(a, b, 1024, config))(starts, seqs)
