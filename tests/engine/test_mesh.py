@@ -319,9 +319,11 @@ def test_weights_get_their_dtype_as_they_are_loaded(tmp_path, dtype):
     config = tiny.CONFIG | dict(vocab_size=64, head_dim=8)
     tiny.write(tmp_path, config, tiny.tensors(config))
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    known, seen = set(map(id, jax.live_arrays())), set()
-    look = lambda *_: seen.update(x.dtype.name for x in jax.live_arrays() if id(x) not in known)
     _, wanted = models.load(tmp_path, dtype=dtype)
+    shapes = {tuple(order(x.shape)) for x in jax.tree.leaves(wanted) for order in (list, reversed)}
+    known, seen = set(map(id, jax.live_arrays())), set()  # threads of earlier tests may have others
+    fresh = lambda: (x for x in jax.live_arrays() if id(x) not in known and x.shape in shapes)
+    look = lambda *_: seen.update(x.dtype.name for x in fresh())
     for ranks in 1, 2:
         served = Engine.from_pretrained(tmp_path, tensor_parallel=ranks, dtype=dtype, progress=look, **OPTIONS)
         assert {len(x.sharding.device_set) for x in jax.tree.leaves(served.params)} == {ranks}
