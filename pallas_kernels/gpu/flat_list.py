@@ -108,7 +108,7 @@ def _whole_in_waves(nblk, config):
     unit = wave * ctas + snake(wave, jnp.arange(ctas, dtype=jnp.int32)[None, :], ctas)
     load = jnp.sum(jnp.where(unit < tiles * heads, nblk[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0), axis=0)
     longest, total = jnp.max(nblk), jnp.sum(nblk) * heads
-    even = (jnp.max(load) * ctas <= total * WAVES_SHARE) & ~_fills_waves(nblk, total, config)
+    even = (jnp.max(load) <= total.astype(jnp.float32) * (WAVES_SHARE / ctas)) & ~_fills_waves(nblk, total, config)
     return even | (longest <= _whole_blocks(longest, total, config))
 
 
@@ -116,12 +116,12 @@ def _fills_waves(nblk, total, config):
     """Are units about equal, and do they fill whole waves, so that no unit of the line need be cut? See CUTS_KEYS."""
     units = jnp.sum(nblk > 0, dtype=jnp.int32) * config.num_kv_heads
     most = cdiv(units, config.workers) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
-    return most * config.workers <= total.astype(jnp.float32) * CUTS_SHARE
+    return most <= total.astype(jnp.float32) * (CUTS_SHARE / config.workers)
 
 
 def _whole_blocks(nblk, total, config):
     """Up to how many blocks a unit of the flat list is whole: see FLAT_WHOLE_KEYS."""
-    keys = jnp.where(total * 2 >= config.workers * nblk, 2 * FLAT_WHOLE_KEYS, FLAT_WHOLE_KEYS)
+    keys = jnp.where(total >= cdiv(config.workers * nblk, 2), 2 * FLAT_WHOLE_KEYS, FLAT_WHOLE_KEYS)
     return keys // config.block_kv
 
 
@@ -143,7 +143,7 @@ def _cut_line(nblk, ghost_tiles: int, config):
     tile = jnp.arange(tiles, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
     total = ends[-1]
-    cut = lambda c: c * total // ctas
+    cut, cta_of = _equal_cuts(total, ctas)
     # the tile of each cut, its first block on the line, the blocks of one of its units: masked sums, which XLA fuses
     point, even = cut(jnp.arange(ctas + 1, dtype=jnp.int32)), jnp.bool_(False)
     if config.piece_blocks:
@@ -170,21 +170,37 @@ def _cut_line(nblk, ghost_tiles: int, config):
 
     me = jnp.arange(ctas, dtype=jnp.int32)
     u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
-    some = jnp.maximum(total, 1)
     begin = stops - b1  # of the unit that this CTA's end cuts
     end = begin + each[me + 1]
-    last = cdiv(end * ctas, some) - 1  # the CTA that computes its last block
+    last = cta_of(end - 1)
     if config.piece_blocks:
         last = jnp.where(even, jnp.sum(starts[None, :] < end[:, None], axis=1, dtype=jnp.int32) - 1, last)
     joins = [jnp.where((b1 > 0) & (begin >= starts), u1, -1), me, last]
     own = starts - b0  # where the unit begins in which this CTA begins
-    joins += [((own + 1) * ctas - 1) // some, cdiv((own + each[me]) * ctas, some) - 1]
+    joins += [cta_of(own), cta_of(own + each[me] - 1)]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
     # Of up to C blocks a CTA has one or none, and `starts` counts the CTAs before it that have one. Even pieces are in
     # the first CTAs.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
     return cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
+
+
+def _equal_cuts(total, ctas: int):
+    """(function: CTA -> the first block of its part of the line; function: block -> the CTA whose part has it).
+
+    CTA c begins at block c * total // C, a product that may need more than 32 bits.
+    """
+    each, more = divmod_i32(total, ctas)
+    cut = lambda c: c * each + divmod_i32(c * more, ctas)[0]
+
+    def cta_of(block):
+        share = ctas / jnp.maximum(total, 1).astype(jnp.float32)
+        near = jnp.ceil((block + 1).astype(jnp.float32) * share).astype(jnp.int32) - 1  # off by at most one
+        near = near - (cut(near) > block)
+        return near + (cut(near + 1) <= block)
+
+    return cut, cta_of
 
 
 def _even_cuts(nblk, begins, total, config):

@@ -137,7 +137,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
         if stages >= (1 if few_units else 2) and not supports(_with(request, narrow, stages=stages)):
             chosen["narrow_rows"] = narrow_rows
     block = 128 if "narrow_rows" in chosen else 64
-    is_counted = keys is None or _can_be_counted(request, keys, block, config.num_ctas)  # else the ranked list
+    is_counted = keys is None or _can_be_counted(request, keys, block)  # else the ranked list
     return chosen | {"flat_list": FLAT_LIST and not long_tiles and is_counted}
 
 
@@ -156,7 +156,7 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
         many = keys != request.keys or request.requests >= MANY_REQUESTS
         useful = many and keys is not None and keys <= PIPELINE_KEYS
     else:
-        useful = keys is not None and _can_be_counted(request, keys, 64, 2 * config.num_ctas)
+        useful = keys is not None and _can_be_counted(request, keys, 64)
         useful = useful and _units(request) >= UNITS_PER_CTA * config.num_ctas
         useful = useful and (config.head_dim <= 128 or (keys or 0) <= SMALL_BLOCK_KEYS)
     only_narrow = "narrow_rows" in request.decided and config.narrow_rows > 0  # then a pipeline has no other tiles
@@ -202,10 +202,10 @@ def _has_few_units(request: TileRequest) -> bool:
     return request.requests * tiles * config.num_kv_heads <= config.workers
 
 
-def _can_be_counted(request: TileRequest, keys: int, block: int, workers: int) -> bool:
-    """Do blocks of so many keys times workers fit in 32 bits, as the flat list multiplies them?"""
+def _can_be_counted(request: TileRequest, keys: int, block: int) -> bool:
+    """Do the blocks of all units fit in 32 bits, in which the flat list adds them up?"""
     blocks = -(-keys // block) + (keys != request.keys)  # a window begins within a block
-    return _units(request) * blocks * workers < 2**31
+    return _units(request) * blocks < 2**31
 
 
 def _units(request: TileRequest) -> int:

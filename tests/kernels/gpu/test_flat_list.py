@@ -1,6 +1,9 @@
 """The flat work list, on its line and in waves, walked in numpy: every block is computed once, and the load is even."""
 
+import bisect
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -8,6 +11,7 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import flat_list
 from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.mla_config import MlaKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.work_list import build_work_list
@@ -179,20 +183,42 @@ def test_a_flat_list_has_the_windows_of_the_ranked_one():
     assert rows(ranked) == rows(flat)
 
 
-@pytest.mark.parametrize(("requests", "flat"), [(900, True), (1024, False)])
-def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(requests, flat):
-    """Blocks times workers: requests of 262144 keys that share most of them fit in a card."""
+@pytest.mark.parametrize("total", [0, 1, 5, 131, 132, 133, 10_007, 2**24 + 1, 2**31 - 9])
+@pytest.mark.parametrize("ctas", [1, 3, 132, 264, 528])
+def test_equal_cuts_are_exact_where_their_products_need_more_than_32_bits(total, ctas):
+    cut, cta_of = flat_list._equal_cuts(jnp.int32(total), ctas)
+    wanted = [c * total // ctas for c in range(ctas + 1)]
+    np.testing.assert_array_equal(np.asarray(cut(jnp.arange(ctas + 1))), wanted)
+    edges = [point + more for point in wanted for more in (-1, 0, 1)]
+    blocks = np.array([*range(min(total, 300)), *(x for x in edges if 0 <= x < total)], np.int32)
+    found = np.asarray(cta_of(jnp.asarray(blocks))) if len(blocks) else []
+    assert list(found) == [bisect.bisect_right(wanted, x) - 1 for x in blocks]
+
+
+@pytest.mark.parametrize(("requests", "latent"), [(900, False), (1024, False), (2048, True)])
+def test_blocks_times_workers_may_need_more_than_32_bits(requests, latent):
+    """Requests of 262144 keys that share most of them fit in a card."""
     keys = 262_144
-    config = default_config(**SHAPE, num_heads=32, num_kv_heads=8, rows=4, keys=keys, requests=requests)
-    assert config.flat_list == flat and not supports(config)
+    if latent:
+        config = MlaKernelConfig(num_heads=128, group=64, page_size=64).attention
+    else:
+        config = default_config(**SHAPE, num_heads=32, num_kv_heads=8, rows=4, keys=keys, requests=requests)
+        assert not supports(config)
+    assert config.flat_list
     starts, seqs = np.arange(requests + 1, dtype=np.int32), np.full(requests, keys, np.int32)
     work = jax.jit(lambda a, b: build_work_list(a, b, requests, config))(starts, seqs)
     info, cta = np.asarray(work.info), np.asarray(work.cta)
     check_once(config, starts, seqs, requests, info, cta, cta[:, wl.JOIN :])
 
 
-def test_the_blocks_of_a_window_that_begins_within_one_fit_in_32_bits():
-    """63 487 keys are 992 blocks of 64, or 993: times 8192 units and 264 pipelines, 2 ** 31 + 65 536."""
+@pytest.mark.parametrize(("heads", "flat"), [(32, True), (128, False)])
+def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(heads, flat):
+    many = dict(num_heads=heads, num_kv_heads=heads, rows=1, keys=2**20, requests=2048)
+    assert default_config(**SHAPE, **many).flat_list == flat
+
+
+def test_a_window_that_begins_within_a_block_sees_a_block_more():
+    """63 487 keys are 992 blocks of 64, or 993."""
     shape: dict = dict(num_heads=8, num_kv_heads=8, rows=1, keys=10**6, requests=1024, mask=MaskRule(left=63_486))
     config = default_config(head_dim=128, v_head_dim=128, page_size=16, **shape)
     starts, seqs = np.arange(1025, dtype=np.int32), np.full(1024, 900_033, np.int32)

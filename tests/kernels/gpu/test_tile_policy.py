@@ -150,7 +150,8 @@ def test_units_of_few_keys_are_not_cut(fields, whole, block_kv):
         (dict(rows=4, requests=49, keys=4096), 1, 8, False),  # 392 units
         (dict(rows=4, requests=50, keys=4096), 2, 8, False),
         (dict(rows=4, requests=50), 1, 8, False),
-        (dict(rows=4, requests=1024, keys=65536), 1, 8, False),  # 32 bits do not hold blocks times workers
+        (dict(rows=4, requests=1024, keys=65536), 2, 8, False),
+        (dict(rows=4, requests=2**17, keys=2**20), 1, 8, False),  # 32 bits do not hold all blocks
         (dict(rows=4, requests=50, keys=321), 2, 8, False),
         (dict(rows=4, requests=50, keys=320), 2, 8, True),
         (dict(rows=9, requests=50, keys=4096), 2, 0, False),
