@@ -196,8 +196,7 @@ def piece_from_list(cfg: GpuKernelConfig, refs: Refs, j) -> Piece:
         k, place = j, refs.cta[me, wl.PLACE]
     else:
         k, place = jnp.where(refs.cta[me, wl.BACKWARD] != 0, count_pieces(refs.cta, me) - 1 - j, j), me
-    place = jnp.where(lax.rem(k, jnp.int32(2)) == 0, place, cfg.workers - 1 - place)  # in snake order
-    unit = jnp.where(k < waves, k * cfg.workers + place, u0 + k - waves)
+    unit = jnp.where(k < waves, k * cfg.workers + wl.snake(k, place, cfg.workers), u0 + k - waves)
     set_units, set_heads = refs.cta[me, wl.SET_UNITS], refs.cta[me, wl.SET_HEADS]
     tile, head = wl.place_of(unit, set_units, cfg.num_kv_heads, set_heads)
     info = [refs.info[tile, i] for i in range(HEAD)]

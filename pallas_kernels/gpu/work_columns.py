@@ -129,8 +129,8 @@ def place_of(unit, set_units, heads: int, set_heads: jax.Array | int):
 
 
 def snake(wave, me, ctas: int):
-    """The place of a CTA's unit within a wave: from CTA 0 on in even waves, back in odd ones."""
-    return jnp.where(wave % 2 == 0, me, ctas - 1 - me)
+    """The place of a CTA's unit within a wave: from CTA 0 on in even waves, back in odd ones. Also in the kernel."""
+    return jnp.where(lax.rem(wave, jnp.full_like(wave, 2)) == 0, me, ctas - 1 - me)
 
 
 def divmod_i32(x, y):
