@@ -72,7 +72,7 @@ def kernel_config(
         qq_bias=spec.use_qq_bias,
         shards=ShardRule(parallel.dcp_world_size, parallel.interleave if parallel.dcp_world_size > 1 else 1),
     )
-    by_warps = functools.partial(warp_config, processors=processors, **fields)
+    by_warps = functools.partial(warp_config, requests=requests, processors=processors, **fields)
     if not by_wgmma(chip, cache_spec.block_size):
         return by_warps(chip=chip.generation or HOPPER.generation)
     equal = fields_for_equal_registers(chip)

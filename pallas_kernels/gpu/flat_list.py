@@ -8,15 +8,18 @@ unit.
 The waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
 at 2 us each. They are given out in snake order; with config.moves_padding CTAs without a part of the line come first.
 
-With config.in_waves, where no unit need be cut (see WAVES_SHARE), all are given out whole, longest first, in waves in
-snake order: on the line a CTA has whole units of one or two requests, all long or all short, so that loads differ by a
-unit. Where some are cut, requests stay in their order: on a sorted line the last CTAs would have all short units,
-hundreds of them, and each costs 2 us.
+On the line a CTA has whole units of one or two requests, all long or all short, so that loads differ by a unit, and with
+few units to a CTA one has two while others have none. With config.in_waves, all units are given out whole instead,
+longest first, in waves in snake order, unless that is worse (see WAVES_SHARE). Where some are cut, requests stay in their
+order: on a sorted line the last CTAs would have all short units, hundreds of them, and each costs 2 us.
 
 A list begins with the tiles of the ghost request, as many as if all tokens were padding; those past the padding have no
 rows. Then each request has one tile. In waves, longest first, those of padding are the last with rows.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.algebra.paging import cdiv
@@ -40,9 +43,23 @@ keys: a merge and a second piece take as long as these."""
 FLAT_WHOLE_KEYS = 512
 """A unit of at most so many keys is not cut, nor one of twice as many in a batch as long as C / 2 such units: a piece
 costs about 2 us besides its keys, and a merge 2 to 5."""
-WAVES_SHARE = 1.06
-"""With config.in_waves, units that would be cut on the line stay whole while the longest CTA has at most so many times
-an equal share."""
+WAVES_SHARE, CUT_KEYS = 1.06, 256
+"""With config.in_waves, units are given out in waves while the longest CTA has at most WAVES_SHARE times what the longest
+of the line has, and CUT_KEYS more where units of the line are cut: 32 requests of 100 to 4000 keys take 58.5 instead of
+62.8, 150 of 300 to 2000 and one kv head 28.9 instead of 32.3."""
+
+MOST_SORTED = 2048
+"""Requests up to which a list is in waves. Sorting compares each request with each other; in all there are 5 more kernels,
+of 1 us each for 256 requests. With two pipelines 512 tiny decodes of heads of 64 take 122 instead of 137, 256 over
+float8 70 instead of 94; with one, 16 decodes of 450 to 750 keys 17.3 instead of 20.6, 32 27.4 instead of 31.9, 32 of
+100 to 4000 over float8 35.6 instead of 49."""
+
+
+def is_in_waves(config, requests: int) -> bool:
+    """Is the flat list of so many requests (0: unknown) in waves? Yes where the line, cut to whole units, might give one
+    CTA two and others none."""
+    may_share = config.flat_list and 2 * requests * config.num_kv_heads > config.workers
+    return may_share and requests <= MOST_SORTED and not config.piece_blocks
 
 
 def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
@@ -68,10 +85,11 @@ def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     tile = jnp.arange(ghost_tiles + num_reqs, dtype=jnp.int32)
     is_ghost, info = tiles_of(tile)
     nblk, pad_tiles = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pad_tokens * config.group, config.tile_rows)
-    cta, whole = _cut_line(nblk, ghost_tiles, config), jnp.bool_(False)
+    line, whole = _cut_line(nblk, ghost_tiles, config), jnp.bool_(False)
+    cta = line.cta
     if config.in_waves:
         order, in_order = _longest_first(nblk, pad_tiles)
-        whole = _whole_in_waves(in_order, config)
+        whole = _is_better_in_waves(in_order, line, config)
         _, info = tiles_of(jnp.where(whole, order, tile))
         cta = jnp.where(whole, _only_waves(nblk.shape[0], config), cta)
     place = cta[:, PLACE]
@@ -97,19 +115,16 @@ def _longest_first(nblk, pad_tiles):
     return order, in_order
 
 
-def _whole_in_waves(nblk, config):
-    """bool: are all units given out whole, in waves? Yes where the line would cut none, or where the CTA with most
-    blocks has hardly more than an equal share; but long units that are about equal take 1 % less time on the line.
-
-    nblk: blocks of the tiles, in the order of the waves.
-    """
+def _is_better_in_waves(nblk, line: "_Line", config):
+    """bool: are units better given out whole, in waves? nblk: blocks of the tiles, in the order of the waves."""
+    if config.whole_units:
+        return jnp.bool_(True)
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]
     unit = wave * ctas + snake(wave, jnp.arange(ctas, dtype=jnp.int32)[None, :], ctas)
     load = jnp.sum(jnp.where(unit < tiles * heads, nblk[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0), axis=0)
-    longest, total = jnp.max(nblk), jnp.sum(nblk) * heads
-    even = (jnp.max(load) <= total.astype(jnp.float32) * (WAVES_SHARE / ctas)) & ~_fills_waves(nblk, total, config)
-    return even | (longest <= _whole_blocks(longest, total, config))
+    most = line.most.astype(jnp.float32) * WAVES_SHARE + jnp.where(line.is_cut, CUT_KEYS // config.block_kv, 0)
+    return (jnp.max(load) <= most) & ~line.is_long_and_even
 
 
 def _fills_waves(nblk, total, config):
@@ -134,11 +149,18 @@ def _only_waves(tiles: int, config):
     return cta_columns([*line, every(0), every(tiles * heads), every(heads)], [every(-1), *[every(0)] * 4, me])
 
 
-def _cut_line(nblk, ghost_tiles: int, config):
-    """The array cta: all units but those of the first ghost_tiles, end to end, cut at equal numbers of blocks.
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """All units of requests end to end, cut."""
 
-    CTA c begins at block c * total // C.
-    """
+    cta: jax.Array
+    most: jax.Array  # blocks of the CTA that has most
+    is_cut: jax.Array  # is a unit?
+    is_long_and_even: jax.Array  # units are about equal, fill whole waves, and are not whole for their few keys
+
+
+def _cut_line(nblk, ghost_tiles: int, config) -> _Line:
+    """The units of all but the first ghost_tiles, cut at equal numbers of blocks: CTA c begins at block c * total // C."""
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
@@ -162,9 +184,12 @@ def _cut_line(nblk, ghost_tiles: int, config):
     quotient, remainder = divmod_i32(inside, each)
     whole = each <= _whole_blocks(each, total, config)
     unit = found * heads + quotient
-    alike = _fills_waves(nblk, total, config) & (config.piece_blocks == 0)  # else not measured
-    whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
-    unit = jnp.where(whole & (2 * remainder >= each), unit + 1, unit)
+    alike, longest = _fills_waves(nblk, total, config), jnp.max(nblk)
+    stays = (whole | alike) & ~even if config.piece_blocks == 0 else whole & ~even  # else not measured
+    whole = jnp.bool_(True) if config.whole_units else stays
+    moves_on = whole & (2 * remainder >= each)
+    unit = jnp.where(moves_on, unit + 1, unit)
+    moved = jnp.where(whole, point[:, 0] - remainder + jnp.where(moves_on, each, 0), point[:, 0])
     unit = jnp.where(total > 0, unit, ghost_tiles * heads)
     block = jnp.where(whole, 0, remainder)
 
@@ -183,7 +208,9 @@ def _cut_line(nblk, ghost_tiles: int, config):
     # the first CTAs.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
-    return cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
+    cta = cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
+    is_long_and_even = alike & (longest > _whole_blocks(longest, total, config))
+    return _Line(cta, jnp.max(jnp.diff(moved)), (b1 > 0).any(), is_long_and_even)
 
 
 def _equal_cuts(total, ctas: int):

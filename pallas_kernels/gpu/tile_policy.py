@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from pallas_kernels.gpu import flat_list
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, SMEM_LIMIT, GpuKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.tuning import read_rows, table_path
@@ -44,11 +45,6 @@ PIPELINE_STAGES, STAGES_OF_SMALL_KEYS, SMALL_KEY_BYTES = 2, 4, 256
 """At most so many stages of a pipeline; the second number for narrow tiles whose key and value have at most
 SMALL_KEY_BYTES. With four stages instead of two 512 tiny decodes of heads of 64 take 119.5 instead of 122, 256 over
 float8 68 instead of 70.5; but 32 of 2000 keys of heads of 80, which have more bytes, 188 instead of 185.5."""
-
-MOST_SORTED = 2048
-"""Requests up to which a list for two pipelines is in waves, longest first. Sorting compares each request with each
-other, in 6 more kernels, of 1 us each for 256 requests. 512 tiny decodes of heads of 64 take 122 instead of 137, 256
-over float8 70 instead of 94, 300 of 4 kv heads 73 instead of 78."""
 
 FLAT_LIST = True
 """The flat work list where every request has few rows: building it takes 6.6 to 12 us, in waves up to 23, and
@@ -170,8 +166,12 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
     if supports(_with(request, two, stages=stages)):
         return {}
     chosen: dict[str, Any] = dict(pipelines=2, block_kv=64, stages=stages, narrow_rows=narrow, q_buffers=buffers)
-    in_waves = config.flat_list and 0 < request.requests <= MOST_SORTED
-    return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS, "in_waves": in_waves}
+    return chosen | {"whole_units": keys is not None and keys <= PIPELINE_KEYS}
+
+
+def units_in_waves(request: TileRequest) -> dict[str, Any]:
+    """The order of a flat list."""
+    return {"in_waves": flat_list.is_in_waves(request.config, request.requests)}
 
 
 def query_buffers(request: TileRequest) -> dict[str, Any]:
@@ -357,6 +357,7 @@ def soft_cap(request: TileRequest) -> dict[str, Any]:
 POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     variants_for_few_rows,
     two_pipelines,
+    units_in_waves,
     query_buffers,
     units_of_few_keys,
     three_compute_warpgroups,

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from pallas_kernels.gpu import flat_list
 from pallas_kernels.gpu.config import WARPGROUP_ROWS
 from pallas_kernels.gpu.config_sm80 import (
     CHIPS,
@@ -22,17 +23,21 @@ HALVES_AND_CTAS = ((2, 2), (1, 2), (1, 1))
 start or the end of a piece, the other computes."""
 
 
-def warp_config(*, chip: str, rows: int | None = None, processors: int | None = None, **fields) -> WarpKernelConfig:
+def warp_config(
+    *, chip: str, rows: int | None = None, requests: int = 0, processors: int | None = None, **fields
+) -> WarpKernelConfig:
     """The config with these fields; the others are chosen here. Not checked (see supports_sm80.py).
 
-    rows: upper bound of every request's packed rows (new tokens * group), if it is known. processors: multiprocessors
-    of the GPU; None: the number in config_sm80.CHIPS.
+    rows: upper bound of every request's packed rows (new tokens * group), if it is known. requests: of the batch, those
+    of padding included; 0: unknown. processors: multiprocessors of the GPU; None: the number in config_sm80.CHIPS.
     """
-    return _chosen(chip, rows, processors, tuple(fields.items()))
+    return _chosen(chip, rows, requests, processors, tuple(fields.items()))
 
 
 @functools.lru_cache(maxsize=1024)  # a batch that is built outside jit asks at every step
-def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tuple[str, Any], ...]):
+def _chosen(
+    chip: str, rows: int | None, requests: int, processors: int | None, given: tuple[tuple[str, Any], ...]
+) -> WarpKernelConfig:
     known, fields = _chip_of(chip), dict(given)
     config = WarpKernelConfig(chip=chip, **_variants(rows, fields) | fields)
     if config.quantised and config.v_head_dim > known.lazy_columns:
@@ -40,7 +45,8 @@ def _chosen(chip: str, rows: int | None, processors: int | None, given: tuple[tu
     tiles = {} if {"stages", "tile_halves"} & fields.keys() else measured_tiles(config)
     tiles = dict(tiles or largest_tiles(config, fields.get("tile_halves")))
     tiles["num_ctas"] = tiles.pop("ctas") * (processors or known.processors)
-    return dataclasses.replace(config, **tiles | fields)
+    config = dataclasses.replace(config, **tiles | fields)
+    return dataclasses.replace(config, in_waves=fields.get("in_waves", flat_list.is_in_waves(config, requests)))
 
 
 def _chip_of(name: str) -> WarpChip:

@@ -133,6 +133,30 @@ def test_a_list_in_waves_gives_out_whole_units_longest_first(name):
     assert (np.diff(blocks) <= 0).all()
 
 
+RAGGED = {  # name -> lengths of a decode, kv heads, query heads of each, the most blocks that a CTA may have
+    "two units for each CTA": ([450 + 97 * i % 300 for i in range(32)], 8, 4, 12),
+    "hardly more units than CTAs": ([450 + 97 * i % 300 for i in range(20)], 8, 4, 10),
+    "fewer units than CTAs": ([300 + 97 * i % 600 for i in range(16)], 8, 4, 7),
+    "one kv head": ([300 + 97 * i % 600 for i in range(132)], 1, 8, 7),
+    "units that are better whole than cut": ([100 + 613 * i % 3900 for i in range(32)], 8, 4, 33),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_whole_units_of_a_ragged_decode_are_not_left_to_one_cta(name):
+    """On the line a CTA had up to 6 of them, and others none."""
+    lengths, kv_heads, group, most = RAGGED[name]
+    heads = dict(num_heads=kv_heads * group, num_kv_heads=kv_heads)
+    fields = dict(rows=group, keys=4096, requests=len(lengths), **heads, head_dim=128, v_head_dim=128, page_size=16)
+    config = default_config(**fields)
+    starts, seqs = np.arange(len(lengths) + 1, dtype=np.int32), np.asarray(lengths, np.int32)
+    work = jax.jit(lambda a, b: build_work_list(a, b, len(lengths), config))(starts, seqs)
+    info, cta = np.asarray(work.info), np.asarray(work.cta)
+    check_once(config, starts, seqs, len(lengths), info, cta, cta[:, wl.JOIN :])
+    loads = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
+    assert config.pipelines == 1 and max(loads) <= most
+
+
 @pytest.mark.parametrize("count", [32, 33, 49])
 def test_ctas_with_fewer_keys_have_the_padding_of_a_list_in_waves(count):
     """32 requests of 8 kv heads are 256 units for 264 pipelines, beside 16 of padding: a pipeline had two with keys."""
