@@ -37,6 +37,10 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
     "in waves, longest first": (
         ((1, 65), (1, 3), (0, 0), (1, 300), (2, 40), (1, 41), (1, 130), (1, 299)), TWO | dict(in_waves=True), {}
     ),
+    "in waves, one pipeline, by wgmma": (DECODES, ONE | WGMMA | dict(in_waves=True), {}),
+    "in waves, one pipeline": (
+        ((1, 65), (1, 3), (0, 0), (1, 300), (2, 40), (1, 130), (1, 299)), ONE | dict(in_waves=True), {}
+    ),
     "in waves, a long one in parts": (((1, 30), (1, 1700), (1, 20)), TWO | dict(in_waves=True), {}),
     "parts merged inside": (((1, 700), (1, 300)), ONE | INSIDE, {}),
     "parts merged inside, two pipelines, sinks": (

@@ -25,6 +25,7 @@ DECODES = ((1, 65), (1, 0), (1, 200), (1, 64), (1, 1), (1, 63))
 TWO_TOKENS = ((2, 70), (1, 129), (0, 0), (2, 2), (2, 64))
 BATCHES = {  # name -> (query length, total length) of each request, fields of the config, the oracle's options
     "decode": (DECODES, {}, {}),
+    "decode in waves": (DECODES, dict(in_waves=True), {}),
     "one long request in parts": (((1, 700),), dict(stages=3), {}),
     "group 7, page 16, NHD, D 128": (
         DECODES, dict(num_heads=14, head_dim=128, v_head_dim=128, page_size=16, layout="NHD"), {}
@@ -225,6 +226,7 @@ REFUSED = {
     "two halves of 256 columns": (dict(head_dim=256, v_head_dim=256, tile_halves=2), "tile_halves 2: wanted"),
     "too many stages": (dict(chip="sm_86", stages=9), "bytes of shared memory; there are 101376 on sm_86"),
     "fixed max": (dict(fixed_max=True), "fixed_max True: a choice of the Hopper kernel, wanted False"),
+    "waves of a ranked list": (dict(in_waves=True), "in_waves: wanted flat_list"),
     "two pipelines": (dict(pipelines=2), "pipelines 2: a choice of the Hopper kernel, wanted 1"),
     "three that compute": (dict(computing=3), "computing 3: a choice of the Hopper kernel, wanted 2"),
     "last block first": (
