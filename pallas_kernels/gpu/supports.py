@@ -73,7 +73,9 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
     refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
     refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
     refuse(c.in_waves and not c.flat_list, "in_waves: wanted flat_list")
-    refuse(c.in_waves and c.piece_blocks != 0, "in_waves with piece_blocks: wanted one of them")
+    has_pieces = c.piece_blocks != 0
+    refuse(c.in_waves and has_pieces, "in_waves with piece_blocks: wanted one of them")
+    refuse(c.merges_inside and has_pieces, "merges_inside with piece_blocks: wanted one of them")
     refuse(
         c.token_scales and c.block_kv not in (64, 128), f"token_scales with blocks of {c.block_kv}: wanted 64 or 128"
     )

@@ -157,6 +157,19 @@ def test_whole_units_of_a_ragged_decode_are_not_left_to_one_cta(name):
     assert config.pipelines == 1 and max(loads) <= most
 
 
+@pytest.mark.parametrize(("lengths", "most"), [([1000], 1), ([2000], 1), ([700, 1500, 900, 1200], 3), ([6000], 3)])
+def test_few_units_are_cut_into_one_piece_for_each_cta(lengths, most):
+    """On the line most CTAs had two, each with its start and end."""
+    shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16)
+    config = default_config(rows=4, keys=8192, requests=len(lengths), **shape)
+    starts, seqs = np.arange(len(lengths) + 1, dtype=np.int32), np.asarray(lengths, np.int32)
+    work = jax.jit(lambda a, b: build_work_list(a, b, len(lengths), config))(starts, seqs)
+    info, cta = np.asarray(work.info), np.asarray(work.cta)
+    check_once(config, starts, seqs, len(lengths), info, cta, cta[:, wl.JOIN :])
+    pieces = [[hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)] for me in range(config.workers)]
+    assert max(map(len, pieces)) == 1 and max(map(sum, pieces)) <= most
+
+
 @pytest.mark.parametrize("count", [32, 33, 49])
 def test_ctas_with_fewer_keys_have_the_padding_of_a_list_in_waves(count):
     """32 requests of 8 kv heads are 256 units for 264 pipelines, beside 16 of padding: a pipeline had two with keys."""

@@ -42,6 +42,8 @@ CASES = {  # name -> (query length, total length) of each request, fields of the
         ((1, 65), (1, 3), (0, 0), (1, 300), (2, 40), (1, 130), (1, 299)), ONE | dict(in_waves=True), {}
     ),
     "in waves, a long one in parts": (((1, 30), (1, 1700), (1, 20)), TWO | dict(in_waves=True), {}),
+    "equal pieces": (((1, 1500), (1, 700)), ONE | dict(piece_blocks=2, num_ctas=8), {}),
+    "equal pieces by wgmma": (((2, 1500), (1, 700)), ONE | WGMMA | dict(piece_blocks=2, num_ctas=8), {}),
     "parts merged inside": (((1, 700), (1, 300)), ONE | INSIDE, {}),
     "parts merged inside, two pipelines, sinks": (
         ((1, 700), (1, 300)), TWO | INSIDE | dict(has_sinks=True), dict(sinks=None)
