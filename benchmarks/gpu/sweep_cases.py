@@ -48,6 +48,11 @@ def decodes(count: int, length: int) -> tuple:
     return tuple((1, length - 7 * i % max(length // 10, 1)) for i in range(count))
 
 
+def ragged(count: int, least: int, most: int) -> tuple:
+    """`count` requests of one new token, of lengths from `least` to below `most`."""
+    return tuple((1, least + 613 * i % (most - least)) for i in range(count))
+
+
 def prompt(length: int, count: int = 1) -> tuple:
     """`count` prompts."""
     return ((length, length),) * count
@@ -95,6 +100,13 @@ CLASSES: tuple[tuple[Any, ...], ...] = (  # name, model, lengths, page[, 8 bits[
     ("dec_1x2k", "llama8b", decodes(1, 2000), 16),
     ("dec_8x600", "llama8b", decodes(8, 600), 16),
     ("dec_32x600", "llama8b", decodes(32, 600), 16),
+    ("dec_4_ragged", "llama8b", ragged(4, 700, 1500), 16),
+    ("dec_16_ragged", "llama8b", ragged(16, 300, 900), 16),
+    ("dec_32_ragged", "llama8b", ragged(32, 450, 750), 16),
+    ("dec_32_ragged_d64", "gpt_oss", ragged(32, 450, 750), 64),
+    ("dec_32_long_ragged", "llama8b", ragged(32, 100, 4000), 16),
+    ("dec_32_long_ragged_fp8", "llama8b", ragged(32, 100, 4000), 16, True),
+    ("dec_60_ragged_kv4", "qwen7b", ragged(60, 200, 1500), 16),
     ("dec_512_tiny_d64", "gpt_oss", TINY, 16),
     ("dec_512_tiny_tp8", "llama70b_tp8", TINY, 16),
     ("dec_300_tiny_kv4", "qwen7b", TINY[:300], 16),
