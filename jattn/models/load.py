@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +128,25 @@ def _checkpoint(folder: ModelFolder) -> Checkpoint:
             f"{folder.path} asks for {needed} tensors in its layers and experts, but the *.safetensors in the folder "
             f"have {stored}: they are not of the same model"
         )
+    _name_embeddings(checkpoint, folder)
     return checkpoint
+
+
+def _name_embeddings(checkpoint: Checkpoint, folder: ModelFolder) -> None:
+    """Give the embeddings their name where the folder has them under another name alone, such as that of a tied head:
+    save_model of safetensors keeps one of several names of a tensor."""
+    table, stored = folder.family.tensors(folder.config), checkpoint.locations
+    embed, used = table["embed"].names[0], _names_in(table)
+    if _has_part_of(embed, stored):
+        return
+    is_copy = lambda name: name.endswith(COPIES) and name.endswith(folder.family.unused) and name not in used
+    if (copy := min(filter(is_copy, stored), default=None)) is not None:
+        stored[embed] = stored.pop(copy)
+
+
+def _has_part_of(weight: str, stored: Iterable[str]) -> bool:
+    """Is a tensor of the module of this weight stored: the weight, or codes of it?"""
+    return any(name.startswith(weight.removesuffix("weight")) for name in stored)
 
 
 def check_cache_quant(directory: str | Path, quant: str | None) -> None:
@@ -178,7 +196,7 @@ def _refuse_codes(checkpoint: Checkpoint) -> None:
 def _check_copies(checkpoint: Checkpoint, table: dict[str, TensorSource], family: Family) -> None:
     """ValueError if a tensor that is not read, because it repeats the embeddings, has other numbers than these."""
     used, embed, stored = _names_in(table), table["embed"].names[0], checkpoint.locations
-    if embed not in stored and not any(name.startswith(embed.removesuffix("weight")) for name in stored):
+    if not _has_part_of(embed, stored):
         return  # the embeddings are missing
     for name in stored.keys() - used:
         is_copy = name.endswith(COPIES) and name.endswith(family.unused)

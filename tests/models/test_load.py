@@ -13,6 +13,7 @@ import pytest
 import jattn
 from jattn import models
 from jattn.models import checkpoint
+from jattn.models.load import stored_weights
 from tests.models import test_hub_formats as hub
 from tests.models import textbook, tiny
 from tests.rooms import tree
@@ -246,6 +247,29 @@ def test_a_head_beside_tied_embeddings_must_repeat_them(tmp_path, is_equal):
     with pytest.raises(ValueError, match=r"model.safetensors: tensor 'lm_head.weight' differs.*tie_word_embeddings"):
         models.load(tmp_path)
     models.load(tmp_path, head=False)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tied_embeddings_may_be_stored_as_the_head_alone(tmp_path, is_sharded):
+    """safetensors.torch.save_model keeps the first of a tensor's names in alphabetical order."""
+    config = tiny.CONFIG | dict(tie_word_embeddings=True)
+    made = tiny.tensors(config)
+    made["lm_head.weight"] = embed = made.pop("model.embed_tokens.weight")
+    tiny.write(tmp_path, config, made)
+    if is_sharded:
+        index = dict(metadata={}, weight_map=dict.fromkeys(made, "model.safetensors"))
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    for head in (True, False):
+        np.testing.assert_array_equal(models.load(tmp_path, head=head)[1]["embed"], embed)
+    assert stored_weights(tmp_path)["embed"].shape == embed.shape
+
+
+def test_a_head_alone_is_no_table_of_embeddings_where_they_are_not_tied(tmp_path):
+    made = tiny.tensors()
+    del made["model.embed_tokens.weight"]
+    tiny.write(tmp_path, tiny.CONFIG, made)
+    with pytest.raises(ValueError, match=r"tensor 'model.embed_tokens.weight' is missing"):
+        models.load(tmp_path)
 
 
 @pytest.mark.parametrize("has_head", [True, False])
