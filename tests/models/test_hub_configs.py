@@ -5,7 +5,7 @@ import math
 import pytest
 
 from jattn import UnsupportedError, models
-from jattn.nn import DynamicNTKRopeScaling, Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
+from jattn.nn import AttentionConfig, DynamicNTKRopeScaling, Llama3RopeScaling, LongRopeScaling, YarnRopeScaling
 from tests.models import examples, options, published
 
 LLAMA_31_8B = dict(
@@ -510,3 +510,12 @@ def test_the_numbers_of_layers_in_per_layer_config_are_padded_or_not_and_an_empt
     specs = [layer.attention for layer in models.config_of(values | dict(per_layer_config=by_layer)).layers]
     assert (specs[5].head_dim, specs[5].num_kv_heads) == (specs[11].head_dim, specs[11].num_kv_heads) == sizes
     assert (specs[4].head_dim, specs[4].num_kv_heads) == (8, 2)
+
+
+@pytest.mark.parametrize("most", [8, 16])
+def test_the_slopes_of_mpt_follow_alibi_bias_max(most):
+    """As in MosaicML's code; transformers takes 8 in any case."""
+    config = models.config_of(MPT_7B | dict(attn_config=MPT_7B["attn_config"] | dict(alibi_bias_max=most)))
+    attn = config.layers[0].self_attn
+    assert isinstance(attn, AttentionConfig) and attn.alibi_slopes is not None
+    assert attn.alibi_slopes[-1] == 2.0**-most
