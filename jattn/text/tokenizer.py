@@ -97,9 +97,12 @@ class FolderTokenizer:
                 if (given := self._inner.token_to_id(flags["content"])) != id:
                     text = short(flags["content"])
                     raise ValueError(f"{text} has the id {id} in tokenizer_config.json and {given} in tokenizer.json")
-        known = {token.content for token in self._inner.get_added_tokens_decoder().values() if token.special}
-        new = [text for text in special.texts if text not in known]
-        self._inner.add_special_tokens([self._library.AddedToken(text, normalized=False) for text in new])
+        added = {token.content: token for token in self._inner.get_added_tokens_decoder().values()}
+        new = [self._library.AddedToken(text, normalized=False) for text in special.texts if text not in added]
+        named = [added[text] for text in set(special.by_name.values()) & added.keys() if not added[text].special]
+        for token in named:  # a list of tokens, other than a name, does not change those that are there
+            token.special = True
+        self._inner.add_special_tokens(new + named)
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:

@@ -118,3 +118,32 @@ def test_templates_of_a_folder_of_templates_are_there_by_name(tmp_path):
     for name in ("default", "rag"):
         wanted = theirs.apply_chat_template(messages, chat_template=name, tokenize=False, add_generation_prompt=True)
         assert mine.render(messages, template=name) == wanted
+
+
+ROLES = {
+    "a name": dict(pad_token="<x>"),
+    "a list": dict(additional_special_tokens=["<x>"]),
+    "a list of newer folders": dict(extra_special_tokens=["<x>"]),
+    "a name of the model's own": dict(extra_special_tokens={"x_token": "<x>"}),
+}
+
+
+@pytest.mark.parametrize("where", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("flag", ["rstrip", "lstrip", "single_word", "normalized"])
+@pytest.mark.parametrize("role", ROLES)
+def test_a_token_that_is_there_keeps_its_flags_and_is_special_only_by_a_name(tmp_path, role, flag, where):
+    """A list of special tokens adds those that are missing; it does not hide others, such as <tool_call>."""
+    make(tmp_path, {"tokenizer_config.json": TOKENS})
+    inner = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False) | {flag: True}
+    added = {str(inner.get_vocab_size()): dict(content="<x>", special=False, **flags)}
+    if where == "tokenizer.json":
+        inner.add_tokens([tokenizers.AddedToken("<x>", **flags)])
+        inner.save(str(tmp_path / "tokenizer.json"))
+    more = {} if where == "tokenizer.json" else dict(added_tokens_decoder=added)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(TOKENS | ROLES[role] | more))
+    theirs, mine = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path), load_tokenizer(tmp_path)
+    for text in ("Hello <x> there", "a<x>b", "<x>"):
+        ids = theirs.encode(text)
+        assert mine.encode(text) == ids
+        assert mine.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
