@@ -76,7 +76,9 @@ def fp8(c: ConfigReader) -> Scheme:
         )
     c.only("fmt", "e4m3", "float8_e4m3fn")
     c.only("activation_scheme", "dynamic", "static")
-    c.ignore("modules_to_not_convert", "ignored_layers", "scale_fmt", "dequantize", "kv_cache_scheme")
+    c.only("expert_dtype", "fp8")
+    c.ignore("modules_to_not_convert", "modules_to_convert", "ignored_layers", "scale_fmt", "dequantize")
+    c.ignore("kv_cache_scheme")
     decode = of_tensor if blocks is None else functools.partial(of_blocks, False, blocks[0], blocks[1])
     groups = one_group if blocks is None else functools.partial(groups_of_blocks, blocks[1])
     others = ("activation_scale", "input_scale")
@@ -100,8 +102,8 @@ def awq(c: ConfigReader) -> Scheme:
         c.only(key, "gemm", "GEMM")
     c.only("method", "awq")
     size = group_size(c)
-    c.ignore("desc_act", "lm_head", "meta", "pack_dtype", "sym")  # GPTQModel writes its own keys, too
-    c.ignore("modules_to_not_convert", "backend", "do_fuse", "exllama_config", "fuse_max_seq_len", "modules_to_fuse")
+    c.ignore(*GPTQ_KEYS)  # GPTQModel and transformers write these, too
+    c.ignore("modules_to_not_convert", "do_fuse", "fuse_max_seq_len", "modules_to_fuse")
     groups = lambda inputs, zeros, scales: Groups(len(scales), scales.dtype, True)
     return Scheme("int4", ("qweight", "qzeros", "scales"), _awq, groups, group_size=size)
 
@@ -143,14 +145,7 @@ def gptq(c: ConfigReader) -> Scheme:
             f"{c.where}: dynamic gives {short(other)} settings of its own, which is not supported: use a folder with "
             f"the same for all modules, {USE_FLOATS}"
         )
-    c.ignore(*AUTOROUND_KEYS)
-    c.ignore(
-        "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "model_name_or_path",
-        "model_file_base_name", "lm_head", "meta", "pack_dtype", "dataset", "tokenizer", "backend", "use_cuda_fp16",
-        "model_seqlen", "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id",
-        "use_exllama", "max_input_length", "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize",
-        "is_marlin_format", "hessian", "disable_exllama", "act_group_aware", "hyb_act", "mse",
-    )  # fmt: skip
+    c.ignore(*GPTQ_KEYS, *AUTOROUND_KEYS)
     offset, needed = 0 if v2 else 1, ("qweight", "qzeros", "scales")
 
     def groups(inputs: int, qzeros: np.ndarray, scales: np.ndarray, g_idx: np.ndarray | None) -> Groups:
@@ -161,6 +156,14 @@ def gptq(c: ConfigReader) -> Scheme:
     return Scheme(format, needed, decode, groups, ("g_idx",), (".bias",), size, zeros=zeros)
 
 
+GPTQ_KEYS = (
+    "desc_act", "sym", "static_groups", "true_sequential", "damp_percent", "model_name_or_path", "model_file_base_name",
+    "lm_head", "meta", "pack_dtype", "dataset", "tokenizer", "backend", "use_cuda_fp16", "model_seqlen",
+    "block_name_to_quantize", "module_name_preceding_first_block", "batch_size", "pad_token_id", "use_exllama",
+    "max_input_length", "exllama_config", "cache_block_outputs", "modules_in_block_to_quantize", "is_marlin_format",
+    "hessian", "disable_exllama", "act_group_aware", "hyb_act", "mse",
+)  # fmt: skip
+"""How AutoGPTQ, GPTQModel and transformers found the codes, and how they compute with them."""
 AUTOROUND_KEYS = (
     "amp", "autoround_version", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
     "gradient_accumulate_steps", "iters", "low_gpu_mem_usage", "lr", "minmax_lr", "nsamples", "scale_dtype", "seqlen",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jattn import models
+from jattn.errors import UnsupportedError
 from jattn.models.config_reader import ConfigReader
 from jattn.models.hub_formats import METHODS
 from jattn.ops.quantised import QuantisedArray, unpacked
@@ -126,6 +127,32 @@ def test_a_folder_of_the_library_loads_packed(tmp_path, name):
     assert isinstance(kernel, QuantisedArray) and kernel.format == format
     seen = models.prompt_logits(config, params, IDS)
     assert np.abs(seen - wanted).max() < 1e-3 * np.std(wanted)
+
+
+SETTINGS = {  # the class of settings in transformers, and its arguments
+    "fp8": ("FineGrainedFP8Config", {}),
+    "fp8 of whole tensors": ("FineGrainedFP8Config", dict(weight_block_size=None, activation_scheme="static")),
+    "fp8 with more modules": ("FineGrainedFP8Config", dict(modules_to_convert=["embed_tokens"])),
+    "fbgemm_fp8": ("FbgemmFp8Config", {}),
+    "awq": ("AwqConfig", dict(bits=4)),
+    "gptq": ("GPTQConfig", dict(bits=4)),
+    "gptq of 8 bits": ("GPTQConfig", dict(bits=8, group_size=-1, desc_act=True, sym=False)),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_as_transformers_writes_them_are_read(name):
+    import transformers
+
+    kind, options = SETTINGS[name]
+    settings = json.loads(json.dumps(getattr(transformers, kind)(**options).to_dict()))
+    assert models.config_of(test_hub_formats.CONFIG | dict(quantization_config=settings))
+
+
+def test_experts_of_4_bits_in_fp8_are_refused():
+    settings = dict(quant_method="fp8", weight_block_size=[128, 128], expert_dtype="fp4")
+    with pytest.raises(UnsupportedError, match="expert_dtype='fp4' is not supported; it must be 'fp8'"):
+        models.config_of(test_hub_formats.CONFIG | dict(quantization_config=settings))
 
 
 def test_words_of_the_library_are_decoded_to_its_codes_and_zero_points():
