@@ -265,13 +265,15 @@ class Connection(H11Protocol):
                 errors.error_body(message, "server_error" if status >= 500 else errors.BadRequestError.kind)
             )
             headers = [
+        is_head = False
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),
+            is_head = self.cycle.scope["method"] == "HEAD"
             ]
             headers += [("retry-after", str(retry_after))] if retry_after is not None else []
             response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
-            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            for event in (response, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.close_after_response()
 

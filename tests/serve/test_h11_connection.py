@@ -137,3 +137,11 @@ def test_a_refused_connection_is_told_when_to_come_again():
         wait_until(lambda: len(server.server_state.connections) == 1)
         answer = httpx.get(f"{url}/health")
         assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+
+
+def test_an_invalid_body_of_a_head_request_is_refused_without_a_body(server, caplog):
+    """The response to HEAD never has a body, but the length of the one that GET would get."""
+    with connection(server[2], HEAD.replace(b"POST", b"HEAD") + CHUNKED + b"zz\r\n") as raw:
+        head, _, body = until_closed(raw).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400") and b"content-length: 0" not in head and body == b""
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
