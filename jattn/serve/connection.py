@@ -160,6 +160,9 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
         self._update_read_timer()
 
+        in_request = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if not in_request and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
+            self.flow.resume_reading()  # uvicorn reads nothing behind a request; a client that leaves is noticed so
     def on_response_complete(self) -> None:
         if self._num_discarded is not None:
             return
@@ -262,14 +265,14 @@ class Connection(H11Protocol):
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = errors.encode(
+        is_head = False
                 errors.error_body(message, "server_error" if status >= 500 else errors.BadRequestError.kind)
             )
             headers = [
-        is_head = False
+            is_head = self.cycle.scope["method"] == "HEAD"
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),
-            is_head = self.cycle.scope["method"] == "HEAD"
             ]
             headers += [("retry-after", str(retry_after))] if retry_after is not None else []
             response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])

@@ -1,14 +1,16 @@
 """Bodies in many chunks, responses before the end of a body, and headers that are not allowed."""
 
+import contextlib
 import json
 import socket
+import time
 
 import h11
 import httpx
 import pytest
 
 from jattn.serve import connection as connection_module
-from tests.serve.running import answered, connection, is_idle, post, serving, until_closed, wait_until
+from tests.serve.running import answered, connection, held, is_idle, post, serving, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 RAW = json.dumps(ASK).encode()
@@ -145,3 +147,30 @@ def test_an_invalid_body_of_a_head_request_is_refused_without_a_body(server, cap
         head, _, body = until_closed(raw).partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 400") and b"content-length: 0" not in head and body == b""
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_client_that_leaves_is_noticed_behind_bytes_of_its_next_request(server, monkeypatch):
+    engine, running, url = server
+    step, before = engine.step, engine.stats.aborted
+    monkeypatch.setattr(engine, "step", lambda: time.sleep(0.2) or step())  # it does not end by itself
+    with connection(url, post("/v1/completions", ASK | {"max_tokens": 240})) as raw:
+        wait_until(lambda: engine.stats.cache_usage > 0)
+        for part in (b"\r\n", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"):
+            raw.sendall(part)
+            time.sleep(0.3)  # each is read by itself
+    wait_until(lambda: is_idle(engine, running), seconds=30)
+    assert engine.stats.aborted > before
+
+
+def test_bytes_of_later_requests_are_read_up_to_a_limit_while_one_runs(server):
+    engine, running, url = server
+    with connection(url) as raw, held(engine):
+        raw.sendall(post("/v1/completions", ASK))
+        wait_until(lambda: running.loop.num_requests)
+        (conn,) = running.server_state.connections
+        raw.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(10_000):
+                raw.sendall(post("/v1/completions", ASK) * 100)
+        assert len(conn.conn.trailing_data[0]) < 1 << 19  # asyncio reads up to 1 << 18 at once
+    wait_until(lambda: is_idle(engine, running))
