@@ -138,6 +138,8 @@ class Connection(H11Protocol):
             if self._num_discarded > MAX_LINGER_BYTES:
                 self.transport.close()
             return
+        if self.conn.their_state is h11.MUST_CLOSE:  # no request follows one with Connection: close, or of HTTP/1.0
+            return
         self._unset_keepalive_if_required()
         self.conn.receive_data(data)
         if not self._is_scheduled:
@@ -158,11 +160,11 @@ class Connection(H11Protocol):
             self.loop.call_soon(self.handle_events)
         elif was_scheduled and not self.flow.read_paused:
             self.transport.resume_reading()
-        self._update_read_timer()
-
         in_request = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not in_request and len(self.conn.trailing_data[0]) <= MAX_HEAD_BYTES:
             self.flow.resume_reading()  # uvicorn reads nothing behind a request; a client that leaves is noticed so
+        self._update_read_timer()
+
     def on_response_complete(self) -> None:
         if self._num_discarded is not None:
             return
@@ -263,13 +265,13 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:  # the application must not respond as well
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+        is_head = False
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = errors.encode(
-        is_head = False
                 errors.error_body(message, "server_error" if status >= 500 else errors.BadRequestError.kind)
+            is_head = self.cycle.scope["method"] == "HEAD"
             )
             headers = [
-            is_head = self.cycle.scope["method"] == "HEAD"
                 ("content-type", "application/json"),
                 ("content-length", str(len(body))),
                 ("connection", "close"),

@@ -174,3 +174,19 @@ def test_bytes_of_later_requests_are_read_up_to_a_limit_while_one_runs(server):
                 raw.sendall(post("/v1/completions", ASK) * 100)
         assert len(conn.conn.trailing_data[0]) < 1 << 19  # asyncio reads up to 1 << 18 at once
     wait_until(lambda: is_idle(engine, running))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("headers", "version"), [("Connection: close\r\n", b"1.1"), ("", b"1.0")])
+def test_bytes_behind_the_last_request_of_a_connection_mean_nothing(server, headers, version, stream):
+    """Some clients send a line break after a body."""
+    engine, running, url = server
+    asked = post("/v1/completions", ASK | {"stream": stream}, headers).replace(b"HTTP/1.1", b"HTTP/" + version)
+    with connection(url) as raw:
+        with held(engine):
+            raw.sendall(asked)
+            wait_until(lambda: running.loop.num_requests)
+            raw.sendall(b"\r\n")
+            time.sleep(0.3)
+        said = until_closed(raw)
+    assert said.startswith(b"HTTP/1.1 200") and said.count(b"HTTP/1.1") == 1 and (b"[DONE]" in said) == stream
