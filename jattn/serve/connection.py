@@ -203,6 +203,9 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
             self._await("linger")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: a request with Upgrade is served as one without, and uvicorn would ask for a library each time."""
+
     # ------------------------------------------------------------------ reading
     def _update_read_timer(self) -> None:
         """Start or stop the timer for what the client must send next."""
@@ -262,14 +265,14 @@ class Connection(H11Protocol):
         """Send an error response, unless a response has begun, and close the connection."""
         if self.transport.is_closing():
             return
+        is_head = False
         if self.cycle is not None and not self.cycle.response_complete:  # the application must not respond as well
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        is_head = False
+            is_head = self.cycle.scope["method"] == "HEAD"
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = errors.encode(
                 errors.error_body(message, "server_error" if status >= 500 else errors.BadRequestError.kind)
-            is_head = self.cycle.scope["method"] == "HEAD"
             )
             headers = [
                 ("content-type", "application/json"),

@@ -190,3 +190,15 @@ def test_bytes_behind_the_last_request_of_a_connection_mean_nothing(server, head
             time.sleep(0.3)
         said = until_closed(raw)
     assert said.startswith(b"HTTP/1.1 200") and said.count(b"HTTP/1.1") == 1 and (b"[DONE]" in said) == stream
+
+
+def test_an_upgrade_is_not_made_and_no_library_is_asked_for(server, caplog):
+    """Java's client asks for HTTP/2 in this way with every first request."""
+    upgrade = post(
+        "/v1/completions", ASK, "Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: x\r\n"
+    )
+    with connection(server[2], upgrade) as raw:
+        assert answered(raw)[0] == 200
+        raw.sendall(post("/v1/completions", ASK))
+        assert answered(raw)[0] == 200
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
