@@ -190,11 +190,11 @@ class Connection(H11Protocol):
         self._send_error(*(self.conn.refusal or (400, msg)))
 
     def close_after_response(self) -> None:
-        """Close the connection. If the body was not read to its end, the client first gets time to read the response.
+        """Close the connection. If there is more to read, the client first gets time to read the response.
 
         Closing a socket that holds unread bytes resets the connection, and the client may lose the response.
         """
-        if self.conn.their_state is not h11.SEND_BODY or self.transport.is_closing():
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) or self.transport.is_closing():
             self.transport.close()
         elif self._num_discarded is None:
             self._num_discarded = 0

@@ -202,3 +202,15 @@ def test_an_upgrade_is_not_made_and_no_library_is_asked_for(server, caplog):
         raw.sendall(post("/v1/completions", ASK))
         assert answered(raw)[0] == 200
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("wrong", [b"GET /health HTTP/1.1\r\nHost: x\r\nA: ", HEAD + CHUNKED + b"zz\r\n"])
+def test_what_is_refused_as_invalid_is_read_for_a_while(server, wrong):
+    """Closing a socket with unread bytes would reset the connection."""
+    for _ in range(5):
+        with connection(server[2], wrong) as raw:
+            raw.sendall(b"x" * 3_000_000)  # raises if the connection is reset
+            said = b""
+            while part := raw.recv(1 << 16):
+                said += part
+        assert said.startswith(b"HTTP/1.1 400")
