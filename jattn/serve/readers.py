@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from jattn import strict_json
 from jattn.engine.params import MAX_INT32, MAX_STOP_CHARACTERS, MAX_STOPS
 from jattn.errors.arguments import short
+from jattn.serve.body import MAX_DEPTH, MAX_DIGITS, MAX_VALUES
 from jattn.text.chat import RESERVED
 
 Reader = Callable[[Any], Any]
@@ -138,7 +140,7 @@ def _message(message: Any) -> dict[str, Any]:
         if name == "content":
             kept[name] = _content(value)
         elif name == "tool_calls":
-            kept[name] = objects(value)
+            kept[name] = [_tool_call(call) for call in objects(value)]
         elif name in MESSAGE_TEXT_FIELDS:
             if not isinstance(value, str):
                 raise InvalidValueError(f"messages whose {name} is text")
@@ -146,6 +148,24 @@ def _message(message: Any) -> dict[str, Any]:
         elif value != []:
             raise InvalidValueError(f"without a message's {short(name)}, which is not supported")
     return kept
+
+
+def _tool_call(call: dict[str, Any]) -> dict[str, Any]:
+    """The call with its arguments as the object of which they are the JSON text in OpenAI's interface.
+
+    Templates write an object as JSON, and a text as JSON's string: with quotes around it, and backslashes.
+    """
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    if text.count("[") + text.count("{") > MAX_VALUES:  # parsing them takes long, see body.py
+        return call
+    try:
+        arguments = strict_json.parse(text, MAX_DEPTH, MAX_DIGITS) if text.strip() else {}
+        strict_json.check(arguments, MAX_DEPTH, MAX_VALUES)
+    except ValueError:  # a model may have written it
+        return call
+    return call | {"function": function | {"arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _content(content: Any) -> str:

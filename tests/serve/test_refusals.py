@@ -6,6 +6,7 @@ import time
 import httpx
 import pytest
 
+from jattn.serve import readers
 from jattn.text import ChatTemplate
 from tests.serve.running import PATIENCE, connection, serving, until_closed
 
@@ -309,3 +310,30 @@ def test_tools_are_passed_to_the_template_unless_none_may_be_called(url):
         refused(send(other, CHAT | {"tools": tools}, "chat/completions"), param="messages")
         body = CHAT | {"tools": tools, "parallel_tool_calls": False}
         refused(send(other, body, "chat/completions"), param="parallel_tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"city": "Paris", "days": 2}', '{"city": "Paris", "days": 2}'),
+        ({"city": "Paris"}, '{"city": "Paris"}'),
+        ("", "{}"),
+        ('{"city": "Par', '"{\\"city\\": \\"Par"'),  # a model may write this; it stays text
+        ('{"a": 1, "a": 2}', '"{\\"a\\": 1, \\"a\\": 2}"'),
+        ("[" * 100_000, '"' + "[" * 100_000 + '"'),
+        ("[1]", '"[1]"'),
+        (None, "null"),
+    ],
+)
+def test_the_arguments_of_a_call_are_an_object_for_the_template(arguments, rendered):
+    """OpenAI's interface has them as JSON text, which a template would quote again."""
+    call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    (message,) = readers.messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    template = ChatTemplate("{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}")
+    assert template.render([message]) == rendered
+    assert call["function"]["arguments"] == arguments
+
+
+def test_a_call_without_a_function_is_left_to_the_template():
+    for call in ({}, {"function": None}, {"function": {"name": "f"}}, {"function": ["f"]}):
+        assert readers.messages([{"role": "assistant", "tool_calls": [call]}])[0]["tool_calls"] == [call]
