@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 async def read(request: Request, max_bytes: int) -> bytes:
     """The bytes of the body. A larger Content-Length is refused without reading; so is a compressed body."""
-    encoding = request.headers.get("content-encoding", "identity").strip()
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip()
     if encoding.lower() not in ("", "identity"):
         raise ContentEncodingError(f"Content-Encoding {short(encoding)} is not supported; send the body uncompressed")
     too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes")

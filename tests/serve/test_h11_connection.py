@@ -116,6 +116,7 @@ def test_a_large_body_that_is_refused_at_once_does_not_cost_the_client_its_answe
         (b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", 400, "not both"),
         (b"Content-Encoding: gzip\r\nContent-Length: %d\r\n" % len(RAW), 415, "gzip"),
         (b"Content-Encoding: gzip, identity\r\nContent-Length: %d\r\n" % len(RAW), 415, "gzip"),
+        (b"Content-Encoding: identity\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n" % len(RAW), 415, "gzip"),
     ],
 )
 def test_a_body_whose_end_or_coding_is_unclear_is_refused(server, headers, status, words):
