@@ -101,12 +101,13 @@ class Handlers:
     async def http_exception(self, request: Request, error: Exception) -> Response:
         """The router's 404 and 405 as JSON. Without the API key it is a 401, which does not show what paths exist."""
         assert isinstance(error, HTTPException)
+        path = request.scope["path"]  # of the router; request.url leaves out tabs and line breaks
         try:
-            if request.url.path != "/health":
+            if path != "/health":
                 self.check_api_key(request)
         except errors.InvalidApiKeyError as invalid:
             return errors.response_of(invalid)
-        route, headers = f"{request.method} {request.url.path:.200}", dict(error.headers or {})
+        route, headers = f"{request.method} {path:.200}", dict(error.headers or {})
         paths = ", ".join(each.path for each in request.app.routes if isinstance(each, Route))
         messages = {
             404: f"there is no {route}; this server has {paths}",

@@ -43,6 +43,13 @@ def test_a_key_may_come_in_latin_1(keyed):
         assert until_closed(peer).startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.parametrize("path", ["/nowhere", "/hea%09lth", "/health%3Fx", "/health/"])
+def test_a_path_that_does_not_exist_needs_the_key_too(keyed, path):
+    for host in ("x", "x/health?"):
+        with connection(keyed, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()) as peer:
+            assert until_closed(peer).startswith(b"HTTP/1.1 401")
+
+
 @pytest.fixture(scope="module")
 def keyed():
     with serving(api_key=KEY) as (_, _, url):
