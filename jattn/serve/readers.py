@@ -140,7 +140,8 @@ def _message(message: Any) -> dict[str, Any]:
         if name == "content":
             kept[name] = _content(value)
         elif name == "tool_calls":
-            kept[name] = [_tool_call(call) for call in objects(value)]
+            if calls := [_tool_call(call) for call in objects(value)]:  # of [], templates may count the calls
+                kept[name] = calls
         elif name in MESSAGE_TEXT_FIELDS:
             if not isinstance(value, str):
                 raise InvalidValueError(f"messages whose {name} is text")

@@ -337,3 +337,10 @@ def test_the_arguments_of_a_call_are_an_object_for_the_template(arguments, rende
 def test_a_call_without_a_function_is_left_to_the_template():
     for call in ({}, {"function": None}, {"function": {"name": "f"}}, {"function": ["f"]}):
         assert readers.messages([{"role": "assistant", "tool_calls": [call]}])[0]["tool_calls"] == [call]
+
+
+def test_a_message_without_calls_is_an_ordinary_one_for_the_template():
+    """Servers write such a list into their responses; Llama 3's template asks for 'tool_calls' in message."""
+    (message,) = readers.messages([{"role": "assistant", "content": "hi", "tool_calls": []}])
+    template = ChatTemplate("{% for m in messages %}{{ 'tool_calls' in m }}{{ m.content }}{% endfor %}")
+    assert template.render([message]) == "Falsehi"
