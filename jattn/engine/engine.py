@@ -30,7 +30,7 @@ from jattn.engine.flights import Flights
 from jattn.engine.outputs import RequestOutput
 from jattn.engine.params import SamplingParams
 from jattn.engine.programs import BrokenProgramError
-from jattn.engine.request import Request, Sequence, final_length, seed_of
+from jattn.engine.request import Request, Sequence, final_length, internal_error_message, seed_of
 from jattn.engine.runner import Runner
 from jattn.engine.scheduler import Limits
 from jattn.engine.shapes import StepShapes
@@ -231,9 +231,7 @@ class Engine:
             prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt
         )
         if wrong:
-            self._loop.outputs.append(admission.refused(id, tokens, wrong))
-            self._loop.count(failed=1)
-            return id
+            return self._refuse(id, tokens, wrong)
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         self._next_seq_id += 1
         root = admission.root_hash_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
@@ -242,8 +240,18 @@ class Engine:
             for i in range(params.n)
         ]
         eos = self.config.eos_token_ids
-        request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], self.tokenizer)
+        try:
+            request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], self.tokenizer)
+        except Exception as error:  # of a tokenizer that cannot decode the prompt
+            log.error("request %s failed", id, exc_info=error)
+            return self._refuse(id, tokens, {"prompt": internal_error_message(error)})
         self._loop.add(request)  # last, because the lines before may raise
+        return id
+
+    def _refuse(self, id: str, tokens: tuple[int, ...], wrong: dict[str, str]) -> str:
+        """End a request that cannot be served: the next step returns its output."""
+        self._loop.outputs.append(admission.refused(id, tokens, wrong))
+        self._loop.count(failed=1)
         return id
 
     @callers.one_at_a_time

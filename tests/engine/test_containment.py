@@ -158,6 +158,22 @@ def test_text_that_cannot_be_read_fails_its_request_alone(failing):
     assert all(output.error or output.token_ids == tokens for output, tokens in zip(outputs, told, strict=True))
 
 
+def test_a_prompt_that_the_tokenizer_cannot_read_fails_alone(failing):
+    """A tokenizer of the user's own may raise anything, e.g. the KeyError of a table."""
+
+    class Table(Strict):
+        def encode(self, text, add_special_tokens=True):
+            return [{"a": 5, "b": 6}[character] for character in text]
+
+    failing(set())
+    served = engine(tokenizer=Table())
+    bad, unknown, good, text = served.generate([[42, 7], "aé", [5, 6], "ab"], SamplingParams(max_tokens=4, **GREEDY))
+    assert bad.finish_reason == unknown.finish_reason == "error"
+    assert good.token_ids == text.token_ids == answer([5, 6], 4)
+    assert "an internal error (KeyError)" in bad.error and "cannot encode this text (KeyError: 'é')" in unknown.error
+    assert served.stats.failed == 2 and served.stats.finished == 2 and not served.has_work
+
+
 def test_only_a_device_that_no_longer_computes_ends_the_engine(monkeypatch, failing):
     failing(range(99))
     served = engine()
