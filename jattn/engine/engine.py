@@ -2,6 +2,7 @@
 
 import functools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Many
 from pathlib import Path
@@ -199,9 +200,18 @@ class Engine:
         return [output for output in mine.values() if output is not None]
 
     def drain(self) -> Iterator[RequestOutput]:
-        """Call step until no request is left; yields the final output of each."""
+        """Call step until no request is left; yields the final output of each.
+
+        If the loop over it ends early, the next step returns the outputs that it has not had yet.
+        """
         while self.has_work:
-            yield from (output for output in self.step() if output.finished)
+            finished = deque(output for output in self.step() if output.finished)
+            try:
+                while finished:
+                    yield finished.popleft()
+            finally:
+                if finished:
+                    self._loop.outputs = [*finished, *self._loop.outputs]
 
     # ------------------------------------------------------------------ step by step
     @property

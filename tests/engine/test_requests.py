@@ -49,6 +49,25 @@ def test_generate_returns_its_own_outputs_and_leaves_the_others_to_the_next_step
     assert found[short].token_ids == answer([5, 6], 2) and found[long].token_ids == answer([7, 8], 40)
 
 
+def test_a_drain_that_is_left_early_loses_no_output():
+    """All four requests end in one step."""
+    served = engine()
+    ids = [served.add_request([5 + i, 6], SamplingParams(max_tokens=2, **GREEDY)) for i in range(4)]
+    found = []
+    for output in served.drain():
+        found.append(output)
+        break
+    assert served.has_work
+    found.append(next(served.drain()))
+    with pytest.raises(KeyError):
+        for output in served.drain():
+            found.append(output)
+            raise KeyError
+    found += served.step()
+    assert [output.id for output in found] == ids and not served.has_work
+    assert [output.token_ids for output in found] == [answer([5 + i, 6], 2) for i in range(4)]
+
+
 def test_a_prompt_may_be_any_sequence_of_integers():
     served, want = engine(), answer([5, 6, 7], 4)
     params = SamplingParams(max_tokens=np.int64(4), temperature=np.float32(0), ignore_eos=True, top_k=jnp.int32(3))
