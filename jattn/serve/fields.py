@@ -95,6 +95,7 @@ def parse_chat(
         raise BadRequestError("parallel_tool_calls=false is not supported", "parallel_tool_calls")
     if body.get("tool_choice") == "none":
         values.pop("tools", None)
+    values = {name: value for name, value in values.items() if name not in ("tools", "documents") or value}
     variables = {name: values[name] for name in ("reasoning_effort",) if name in values}
     variables |= values.get("chat_template_kwargs", {})
     arguments = {name: values[name] for name in TEMPLATE_ARGUMENTS if name in values}

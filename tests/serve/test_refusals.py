@@ -6,8 +6,8 @@ import time
 import httpx
 import pytest
 
-from jattn.serve import readers
-from jattn.text import ChatTemplate
+from jattn.serve import fields, readers
+from jattn.text import ByteTokenizer, ChatTemplate
 from tests.serve.running import PATIENCE, connection, serving, until_closed
 
 GOOD = {"model": "fake", "prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -344,3 +344,12 @@ def test_a_message_without_calls_is_an_ordinary_one_for_the_template():
     (message,) = readers.messages([{"role": "assistant", "content": "hi", "tool_calls": []}])
     template = ChatTemplate("{% for m in messages %}{{ 'tool_calls' in m }}{{ m.content }}{% endfor %}")
     assert template.render([message]) == "Falsehi"
+
+
+def test_an_empty_list_of_tools_or_documents_is_a_field_left_out():
+    """Llama 3's template tells the model of an environment for tools unless they are none."""
+    template = ChatTemplate("{{ tools is none }} {{ documents is none }} {{ messages[0].content }}")
+    parse = lambda more: fields.parse_chat(CHAT | more, template, ByteTokenizer(), max_model_len=99).prompts
+    told = (tuple(ByteTokenizer().encode("True True hi")),)
+    assert parse({}) == parse({"tools": [], "documents": []}) == parse({"tools": None}) == told
+    assert parse({"tools": [{}]}) == (tuple(ByteTokenizer().encode("False True hi")),)
