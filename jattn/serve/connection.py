@@ -46,6 +46,19 @@ class H11Connection(h11.Connection):
         """True if there may be events that were not parsed in this round."""
         return not self._events_left
 
+    def receive_data(self, data: bytes) -> None:
+        """As h11's; line breaks before a request line are left out: some clients send one after a body."""
+        if self.their_state is h11.IDLE and not len(self._receive_buffer):
+            data = data.lstrip(b"\r\n")
+        if data:  # none would mean that the client has closed the connection
+            super().receive_data(data)
+
+    def start_next_cycle(self) -> None:
+        """As h11's; line breaks that have come since the last body are left out."""
+        super().start_next_cycle()
+        waiting = self._receive_buffer.maybe_extract_at_most(len(self._receive_buffer)) or b""
+        self._receive_buffer += waiting.lstrip(b"\r\n")
+
     def next_event(self):
         """h11's next event; NEED_DATA also if the round is over."""
         if self.round_is_over:

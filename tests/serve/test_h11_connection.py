@@ -215,3 +215,24 @@ def test_what_is_refused_as_invalid_is_read_for_a_while(server, wrong):
             while part := raw.recv(1 << 16):
                 said += part
         assert said.startswith(b"HTTP/1.1 400")
+
+
+@pytest.mark.parametrize("when", ["with the body", "while it runs", "after the response"])
+def test_line_breaks_before_a_request_mean_nothing(server, when):
+    """RFC 9112, 2.2: a server should ignore one that a client sends after a body."""
+    engine, running, url = server
+    breaks = [b"\r\n", b"\r\n\r\n", b"\n"]
+    with connection(url) as raw:
+        for each in breaks:
+            with held(engine):
+                raw.sendall(post("/v1/completions", ASK) + (each if when == "with the body" else b""))
+                wait_until(lambda: running.loop.num_requests)
+                if when == "while it runs":
+                    raw.sendall(each)
+                    time.sleep(0.1)
+            assert answered(raw)[0] == 200
+            if when == "after the response":
+                raw.sendall(each)
+                time.sleep(0.1)
+        raw.sendall(b"\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answered(raw) == (200, {"status": "ok"})
