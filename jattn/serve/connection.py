@@ -281,6 +281,7 @@ class Connection(H11Protocol):
         is_head = False
         if self.cycle is not None and not self.cycle.response_complete:  # the application must not respond as well
             self.cycle.disconnected = True
+            self.cycle.waiting_for_100_continue = False
             self.cycle.message_event.set()
             is_head = self.cycle.scope["method"] == "HEAD"
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):

@@ -236,3 +236,11 @@ def test_line_breaks_before_a_request_mean_nothing(server, when):
                 time.sleep(0.1)
         raw.sendall(b"\r\nGET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert answered(raw) == (200, {"status": "ok"})
+
+
+def test_after_an_invalid_body_the_client_is_not_asked_to_continue(server, caplog):
+    expecting = HEAD + b"Expect: 100-continue\r\n" + CHUNKED + b"zz\r\n"
+    with connection(server[2], expecting) as raw:
+        said = until_closed(raw)
+    assert said.startswith(b"HTTP/1.1 400") and b"100 Continue" not in said
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
