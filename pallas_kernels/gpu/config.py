@@ -61,7 +61,7 @@ class GpuKernelConfig:
     min_split: int = 1  # key blocks: a split leaves at least this many on either side
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
     flat_list: bool = False  # with long_tiles=False: the work list of flat_list.py
-    in_waves: bool = False  # of a flat list: units are whole and in waves, longest first, where none need be cut
+    in_waves: bool = False  # of a flat list: units may be whole and in waves, longest first; see flat_list.py
     piece_blocks: int = 0  # of a flat list: key blocks that a CTA's second piece costs; not with merges_inside
     whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch
     fixed_max: bool = False  # soft cap without a running maximum, by soft_cap_sm90.py; needs can_fix_max

@@ -1,20 +1,22 @@
 """The work list where every request has one tile (decode). The terms are in work_list.py.
 
-All units of requests are on the line, in the order of requests, which is cut at equal numbers of blocks: nothing is
-sorted, and XLA makes few kernels of it. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with
-config.whole_units or where units are about equal and fill whole waves (see CUTS_KEYS), moves to the nearer end of the
-unit.
+A batch is arranged in one of two ways, by a comparison of both in the program:
 
-The waves are the tiles of padding tokens: they have one block each, so that on the line one CTA would have all of them,
-at 2 us each. They are given out in snake order; with config.moves_padding CTAs without a part of the line come first.
+    line     The units of all requests are laid end to end, in the order of requests, and cut at equal numbers of
+             blocks. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with config.whole_units
+             or where units are about equal and fill whole waves, moves to the nearer end of the unit. So one CTA may
+             have two whole units where others have one or none.
+    waves    With config.in_waves: all units whole, those with most keys first, in waves in snake order. Requests are
+             sorted by counting, because a sort takes XLA many kernels. See WAVES_SHARE.
 
-On the line a CTA has whole units of one or two requests, all long or all short, so that loads differ by a unit, and with
-few units to a CTA one has two while others have none. With config.in_waves, all units are given out whole instead,
-longest first, in waves in snake order, unless that is worse (see WAVES_SHARE). Where some are cut, requests stay in their
-order: on a sorted line the last CTAs would have all short units, hundreds of them, and each costs 2 us.
+A line keeps the order of requests: on a sorted one the last CTAs would have all short units, hundreds of them, and
+each costs 2 us.
 
-A list begins with the tiles of the ghost request, as many as if all tokens were padding; those past the padding have no
-rows. Then each request has one tile. In waves, longest first, those of padding are the last with rows.
+Tiles of padding tokens have one block each. On the line one CTA would have all of them, at 2 us each, so they are in
+waves in any case; with config.moves_padding CTAs without a part of the line come first.
+
+A list begins with the tiles of the ghost request, as many as if all tokens were padding; those past the padding have
+no rows. Then each request has one tile. In waves, longest first, those of padding are the last with rows.
 """
 
 import dataclasses
@@ -37,27 +39,26 @@ from pallas_kernels.gpu.work_columns import (
     snake,
 )
 
-CUTS_KEYS = 256
-"""Units that are about equal stay whole while the longest CTA has at most CUTS_SHARE times an equal share and so many
-keys: a merge and a second piece take as long as these."""
+CUT_KEYS = 256
+"""A second piece and a merge take as long as so many keys. Units that are about equal stay whole while the longest
+CTA has at most CUTS_SHARE times an equal share and so many keys."""
 FLAT_WHOLE_KEYS = 512
 """A unit of at most so many keys is not cut, nor one of twice as many in a batch as long as C / 2 such units: a piece
 costs about 2 us besides its keys, and a merge 2 to 5."""
-WAVES_SHARE, CUT_KEYS = 1.06, 256
-"""With config.in_waves, units are given out in waves while the longest CTA has at most WAVES_SHARE times what the longest
-of the line has, and CUT_KEYS more where units of the line are cut: 32 requests of 100 to 4000 keys take 58.5 instead of
-62.8, 150 of 300 to 2000 and one kv head 28.9 instead of 32.3."""
-
+WAVES_SHARE = 1.06
+"""A batch is in waves if the longest CTA then has at most WAVES_SHARE times the blocks of the longest CTA on the
+line, and CUT_KEYS more if the line cuts a unit: 32 requests of 100 to 4000 keys take 58.5 us instead of 62.8, 150 of
+300 to 2000 and one kv head 28.9 instead of 32.3."""
 MOST_SORTED = 2048
-"""Requests up to which a list is in waves. Sorting compares each request with each other; in all there are 5 more kernels,
-of 1 us each for 256 requests. With two pipelines 512 tiny decodes of heads of 64 take 122 instead of 137, 256 over
-float8 70 instead of 94; with one, 16 decodes of 450 to 750 keys 17.3 instead of 20.6, 32 27.4 instead of 31.9, 32 of
-100 to 4000 over float8 35.6 instead of 49."""
+"""Requests up to which a list may be in waves: sorting compares each request with each other. There are 5 more
+kernels, of 1 us each for 256 requests. us with two pipelines: 512 tiny decodes of heads of 64 122 instead of 137, 256
+over float8 70 instead of 94; with one: 16 decodes of 450 to 750 keys 17.3 instead of 20.6, 32 of them 27.4 instead of
+31.9, 32 of 100 to 4000 over float8 35.6 instead of 49."""
 
 
 def is_in_waves(config, requests: int) -> bool:
-    """Is the flat list of so many requests (0: unknown) in waves? Yes where the line, cut to whole units, might give one
-    CTA two and others none."""
+    """May the flat list of so many requests (0: unknown) be in waves? Yes where the line might give one CTA two whole
+    units and another none."""
     may_share = config.flat_list and 2 * requests * config.num_kv_heads > config.workers
     return may_share and requests <= MOST_SORTED and not config.piece_blocks
 
@@ -128,9 +129,9 @@ def _is_better_in_waves(nblk, line: "_Line", config):
 
 
 def _fills_waves(nblk, total, config):
-    """Are units about equal, and do they fill whole waves, so that no unit of the line need be cut? See CUTS_KEYS."""
+    """Are units about equal, and do they fill whole waves, so that no unit of the line need be cut? See CUT_KEYS."""
     units = jnp.sum(nblk > 0, dtype=jnp.int32) * config.num_kv_heads
-    most = cdiv(units, config.workers) * jnp.max(nblk, initial=0) - CUTS_KEYS // config.block_kv
+    most = cdiv(units, config.workers) * jnp.max(nblk, initial=0) - CUT_KEYS // config.block_kv
     return most <= total.astype(jnp.float32) * (CUTS_SHARE / config.workers)
 
 
@@ -160,7 +161,7 @@ class _Line:
 
 
 def _cut_line(nblk, ghost_tiles: int, config) -> _Line:
-    """The units of all but the first ghost_tiles, cut at equal numbers of blocks: CTA c begins at block c * total // C."""
+    """The units of all tiles but the first ghost_tiles. CTA c begins at block c * total // C."""
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
