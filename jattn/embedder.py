@@ -14,6 +14,7 @@ from jattn.models.embedding import check_dim, output_size
 from jattn.models.model_folder import weights_dtype
 from jattn.models.sentence_folder import read_sentence_folder
 from jattn.text import Tokenizer, load_tokenizer
+from jattn.text.tokenizer import encoded
 
 Input = str | Sequence[int]
 """A text, or its token ids."""
@@ -125,7 +126,7 @@ class Embedder:
             if self.tokenizer is None:
                 raise ValueError("this embedder has no tokenizer; pass token ids, or make it with a tokenizer")
             whole = (self.prompts[name] if name is not None else "") + text
-            tokens = self.tokenizer.encode(whole.lower() if self.lower_case else whole)
+            tokens = encoded(self.tokenizer, whole.lower() if self.lower_case else whole)
         else:
             tokens = _token_ids(text, self.config.vocab_size)
         if not tokens:

@@ -17,7 +17,7 @@ from jattn.engine.outputs import Completion, FinishReason, RequestOutput
 from jattn.engine.params import SamplingParams, is_encodable
 from jattn.engine.scheduler import Limits
 from jattn.errors.arguments import BYTES, check_kind, short
-from jattn.text.tokenizer import Tokenizer
+from jattn.text.tokenizer import Tokenizer, encoded
 
 NO_PROMPTS = "prompts must be a text, token ids, or a list of these, got "
 NOT_PROMPTS = *BYTES, Mapping, Set
@@ -140,7 +140,7 @@ def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> tuple[tuple
             raise ValueError("a text prompt needs a tokenizer; this engine has none: give token ids")
         if not is_encodable(prompt):
             raise ValueError("the prompt holds a surrogate, which is no character and cannot be encoded as UTF-8")
-        prompt = _encoded(tokenizer, prompt)
+        prompt = tuple(encoded(tokenizer, prompt))
     if isinstance(prompt, BYTES):
         kind = type(prompt).__name__
         raise ValueError(f"a prompt of {kind} is neither text nor token ids: decode it, or give list(prompt)")
@@ -156,13 +156,6 @@ def _tokens(prompt: str | Many[int], tokenizer: Tokenizer | None) -> tuple[tuple
         raise ValueError(f"a prompt must be text or a list of token ids, not shape {ids.shape} of {ids.dtype}")
     tokens = tuple(ids.astype(np.int64).tolist())
     return tokens, _words(tokens)
-
-
-def _encoded(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(tokenizer.encode(text))
-    except LookupError as error:  # of a table that lacks a character
-        raise ValueError(f"the tokenizer cannot encode this text ({type(error).__name__}: {error})") from error
 
 
 def _words(tokens: tuple[int, ...]) -> array:

@@ -39,6 +39,14 @@ class Tokenizer(Protocol):
         ...
 
 
+def encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The tokens of a text; ValueError if the tokenizer's table lacks one of its characters."""
+    try:
+        return tokenizer.encode(text)
+    except LookupError as error:
+        raise ValueError(f"the tokenizer cannot encode this text ({type(error).__name__}: {error})") from error
+
+
 class ByteTokenizer:
     """One token per UTF-8 byte, after a few special ones: ByT5's vocabulary. It needs no library."""
 

@@ -1,5 +1,6 @@
 """Embedder reads a folder of the sentence-transformers library, and refuses what it would otherwise ignore."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -81,6 +82,22 @@ def test_prompts_lower_case_and_limits_of_the_folder_are_honoured(folder):
         served.embed(["one"], prompt="passage")
     put(folder, "config_sentence_transformers.json", dict(prompts=dict(query="query: "), default_prompt_name="query"))
     assert Embedder.from_pretrained(folder).tokens_of("one") == [4, 1, 5]
+
+
+class OnlyA:
+    """A tokenizer whose table has one character."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [{"a": 1}[character] for character in text]
+
+    def decode(self, token_ids) -> str:
+        return "a" * len(token_ids)
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_refused(folder):
+    served = dataclasses.replace(Embedder.from_pretrained(folder), tokenizer=OnlyA())
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text"):
+        served.tokens_of("é")
 
 
 def test_a_model_in_a_folder_of_its_own_is_found(folder):
