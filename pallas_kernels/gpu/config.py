@@ -62,7 +62,7 @@ class GpuKernelConfig:
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
     flat_list: bool = False  # with long_tiles=False: the work list of flat_list.py
     in_waves: bool = False  # of a flat list: units may be whole and in waves, longest first; see flat_list.py
-    piece_blocks: int = 0  # of a flat list: key blocks that a CTA's second piece costs; not with merges_inside
+    piece_blocks: int = 0  # of a flat list: equal pieces, one a CTA, if so many blocks above an equal share are enough
     whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch
     fixed_max: bool = False  # soft cap without a running maximum, by soft_cap_sm90.py; needs can_fix_max
     merges_inside: bool = False  # the last CTA of a split unit merges its parts; needs flat_list and counters

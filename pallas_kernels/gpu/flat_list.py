@@ -9,8 +9,9 @@ A batch is arranged in one of two ways, by a comparison of both in the program:
     waves    With config.in_waves: all units whole, those with most keys first, in waves in snake order. Requests are
              sorted by counting, because a sort takes XLA many kernels. See WAVES_SHARE.
 
-A line keeps the order of requests: on a sorted one the last CTAs would have all short units, hundreds of them, and
-each costs 2 us.
+A line keeps the order of requests, because on a sorted one the last CTAs would have all short units, hundreds of them,
+and each costs 2 us. It counts blocks, not units: a batch with its long requests first still does so. Requests without
+rows, such as those that ended within a burst, come after all others, where no CTA looks at them.
 
 Tiles of padding tokens have one block each. On the line one CTA would have all of them, at 2 us each, so they are in
 waves in any case; with config.moves_padding CTAs without a part of the line come first.
@@ -56,7 +57,7 @@ over float8 70 instead of 94; with one: 16 decodes of 450 to 750 keys 17.3 inste
 31.9, 32 of 100 to 4000 over float8 35.6 instead of 49."""
 
 
-def is_in_waves(config, requests: int) -> bool:
+def may_be_in_waves(config, requests: int) -> bool:
     """May the flat list of so many requests (0: unknown) be in waves? Yes where the line might give one CTA two whole
     units and another none."""
     may_share = config.flat_list and 2 * requests * config.num_kv_heads > config.workers
@@ -86,13 +87,15 @@ def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     tile = jnp.arange(ghost_tiles + num_reqs, dtype=jnp.int32)
     is_ghost, info = tiles_of(tile)
     nblk, pad_tiles = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pad_tokens * config.group, config.tile_rows)
-    line, whole = _cut_line(nblk, ghost_tiles, config), jnp.bool_(False)
+    order, number = _with_rows_first(is_ghost | (nblk > 0))
+    line, whole = _cut_line(nblk, number, ghost_tiles, config), jnp.bool_(False)
     cta = line.cta
     if config.in_waves:
-        order, in_order = _longest_first(nblk, pad_tiles)
+        longest_first, in_order = _longest_first(nblk, pad_tiles)
         whole = _is_better_in_waves(in_order, line, config)
-        _, info = tiles_of(jnp.where(whole, order, tile))
+        order = jnp.where(whole, longest_first, order)
         cta = jnp.where(whole, _only_waves(nblk.shape[0], config), cta)
+    _, info = tiles_of(order)
     place = cta[:, PLACE]
     if not config.moves_padding:
         place = jnp.arange(config.workers, dtype=jnp.int32)
@@ -101,6 +104,17 @@ def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     waves = full + (snake(full, place, config.workers) < rest)
     cta = jnp.where(jnp.arange(CTA_COLUMNS) == WAVES, waves[:, None], cta)
     return GpuWorkList(info=jnp.stack(info, axis=1), cta=cta)
+
+
+def _with_rows_first(has_rows):
+    """(the tiles in the order of the line: those that have rows or are the ghost's, then the others; how many of the
+    first there are up to each tile), i32[tiles]. By counting, which XLA fuses."""
+    tile = jnp.arange(has_rows.shape[0], dtype=jnp.int32)
+    before = tile[None, :] <= tile[:, None]
+    number = jnp.sum(before & has_rows[None, :], axis=1, dtype=jnp.int32)
+    place = jnp.where(has_rows, number - 1, jnp.sum(has_rows, dtype=jnp.int32) + tile - number)
+    order = jnp.sum(jnp.where(place[None, :] == tile[:, None], tile[None, :], 0), axis=1)
+    return order, number
 
 
 def _longest_first(nblk, pad_tiles):
@@ -157,11 +171,14 @@ class _Line:
     cta: jax.Array
     most: jax.Array  # blocks of the CTA that has most
     is_cut: jax.Array  # is a unit?
-    is_long_and_even: jax.Array  # units are about equal, fill whole waves, and are not whole for their few keys
+    is_long_and_even: jax.Array  # units are about equal, fill whole waves, and have more keys than are never cut
 
 
-def _cut_line(nblk, ghost_tiles: int, config) -> _Line:
-    """The units of all tiles but the first ghost_tiles. CTA c begins at block c * total // C."""
+def _cut_line(nblk, number, ghost_tiles: int, config) -> _Line:
+    """The units of all tiles but the first ghost_tiles. CTA c begins at block c * total // C.
+
+    nblk: blocks of the tiles, in the order of requests; number: see _with_rows_first.
+    """
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
@@ -174,9 +191,9 @@ def _cut_line(nblk, ghost_tiles: int, config) -> _Line:
         point = jnp.where(even, points, point)
     starts, stops, point = point[:-1], point[1:], point[:, None]
     begins = (ends - nblk * heads)[None, :]
-    before = (ends[None, :] <= point) & (begins < total)  # trailing requests without rows come after every cut
+    before = ends[None, :] <= point
     here = ~before & (begins <= point)
-    found = jnp.sum(before, axis=1, dtype=jnp.int32)
+    found = jnp.max(jnp.where(before, number[None, :], 0), axis=1)
     first = jnp.sum(jnp.where(before, nblk[None, :], 0), axis=1) * heads
     each = jnp.maximum(jnp.sum(jnp.where(here, nblk[None, :], 0), axis=1), 1)
 
@@ -205,8 +222,8 @@ def _cut_line(nblk, ghost_tiles: int, config) -> _Line:
     own = starts - b0  # where the unit begins in which this CTA begins
     joins += [cta_of(own), cta_of(own + each[me] - 1)]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
-    # Of up to C blocks a CTA has one or none, and `starts` counts the CTAs before it that have one. Even pieces are in
-    # the first CTAs.
+    # CTAs without keys have the first places, and so the padding before others. Of up to C blocks a CTA has one or
+    # none, and `starts` counts the CTAs before it that have one. Equal pieces are in the first CTAs.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
     cta = cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
@@ -246,5 +263,6 @@ def _even_cuts(nblk, begins, total, config):
     of_tile = lambda x: jnp.sum(jnp.where(here, x[None, :], 0), axis=1)
     blocks, count = of_tile(nblk), jnp.maximum(of_tile(pieces), 1)
     head, number = divmod_i32(me - of_tile(ends - pieces * heads), count)
-    cuts = of_tile(begins) + head * blocks + divmod_i32(number * blocks, count)[0]
+    each, more = divmod_i32(blocks, count)
+    cuts = of_tile(begins) + head * blocks + number * each + divmod_i32(number * more, count)[0]
     return fits.any(), jnp.where(here.any(axis=1), cuts, total)

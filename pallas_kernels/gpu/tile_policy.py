@@ -51,9 +51,9 @@ FLAT_LIST = True
 the ranked one 27 to 54."""
 
 PIECE_BLOCKS = 2
-"""GpuKernelConfig.piece_blocks where there are at most half as many units as CTAs: one request of 1000 keys takes 7.2
-instead of 7.9, two of 1500 to 2500 9.6 instead of 11.1, four of 700 to 1500 11.5 instead of 13.9, 30 of 300 to 900
-and one kv head 9.5 instead of 10.7."""
+"""GpuKernelConfig.piece_blocks, in blocks, where there are at most half as many units as CTAs: one request of 1000
+keys takes 7.2 instead of 7.9, two of 1500 to 2500 9.6 instead of 11.1, four of 700 to 1500 11.5 instead of 13.9, 30
+of 300 to 900 and one kv head 9.5 instead of 10.7."""
 
 FIXED_MAX = True
 """No running maximum under a soft cap, which soft_cap_sm90.py then computes. Without a maximum alone, before there was
@@ -175,8 +175,8 @@ def two_pipelines(request: TileRequest) -> dict[str, Any]:
 
 
 def units_in_waves(request: TileRequest) -> dict[str, Any]:
-    """The order of a flat list of many units."""
-    return {"in_waves": flat_list.is_in_waves(request.config, request.requests)}
+    """May a flat list be in waves, rather than on a line?"""
+    return {"in_waves": flat_list.may_be_in_waves(request.config, request.requests)}
 
 
 def pieces_of_few_units(request: TileRequest) -> dict[str, Any]:

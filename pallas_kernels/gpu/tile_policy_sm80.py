@@ -46,7 +46,7 @@ def _chosen(
     tiles = dict(tiles or largest_tiles(config, fields.get("tile_halves")))
     tiles["num_ctas"] = tiles.pop("ctas") * (processors or known.processors)
     config = dataclasses.replace(config, **tiles | fields)
-    return dataclasses.replace(config, in_waves=fields.get("in_waves", flat_list.is_in_waves(config, requests)))
+    return dataclasses.replace(config, in_waves=fields.get("in_waves", flat_list.may_be_in_waves(config, requests)))
 
 
 def _chip_of(name: str) -> WarpChip:

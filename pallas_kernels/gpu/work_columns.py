@@ -4,8 +4,8 @@ info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
 cta   i32[C, 16]       one row a CTA: W (its waves), the first unit of its part of the line and the first block of
                        that unit, the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit
                        to merge (or -1), the first and the last CTA that hold a part of it; of flat lists only FROM,
-                       UNTIL: the same two CTAs of the unit in which this CTA's part begins, and PLACE: the CTA's
-                       place within the first wave, if config.moves_padding
+                       UNTIL: the same two CTAs of the unit in which this CTA's part begins, undefined with
+                       config.piece_blocks; and PLACE: the CTA's place within the first wave, if config.moves_padding
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ def info_columns(config, tok0, row0, nrows, req, q_len, seq, causal, held, range
         start, stop, last_start, first_stop = bounds_of_tokens(ranges, *tokens)
     start, stop = jnp.maximum(start, 0), jnp.maximum(stop, 0)
     blk0 = start // block
-    nblk = jnp.maximum(cdiv(stop, block) - blk0, 1)
-    full0 = jnp.clip(cdiv(jnp.maximum(last_start, 0), block) - blk0, 0, nblk)
+    nblk = jnp.maximum(_blocks_up_to(stop, block) - blk0, 1)
+    full0 = jnp.clip(_blocks_up_to(jnp.maximum(last_start, 0), block) - blk0, 0, nblk)
     full1 = jnp.clip(jnp.maximum(first_stop, 0) // block - blk0, full0, nblk)
     if rule.mask_fn is not None:
         full1 = full0
@@ -74,6 +74,12 @@ def info_columns(config, tok0, row0, nrows, req, q_len, seq, causal, held, range
     columns = [tok0, row0, nrows, blk0, nblk, full0, full1, start, stop, req, qpos0, seq, flag]
     columns += [jnp.zeros_like(seq)] * (INFO_COLUMNS - len(columns))
     return [column.astype(jnp.int32) for column in columns]
+
+
+def _blocks_up_to(position, block: int):
+    """Blocks that begin before a position, which may be the largest i32."""
+    blocks, rest = divmod_i32(position, block)
+    return blocks + (rest > 0)
 
 
 def visible_keys(config, q_first, q_last, keys, causal, rank):

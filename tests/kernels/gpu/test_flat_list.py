@@ -170,6 +170,18 @@ def test_few_units_are_cut_into_one_piece_for_each_cta(lengths, most):
     assert max(map(len, pieces)) == 1 and max(map(sum, pieces)) <= most
 
 
+@pytest.mark.parametrize("length", [2_120_000_000, 2**31 - 1])
+def test_a_unit_of_as_many_keys_as_32_bits_count_is_cut_evenly(length):
+    """131 times its blocks is beyond 32 bits, and so is its length rounded up to blocks."""
+    shape = dict(num_heads=8, num_kv_heads=1, head_dim=128, v_head_dim=128, page_size=16)
+    config = default_config(rows=8, keys=length, requests=1, **shape)
+    starts, seqs = np.array([0, 1], np.int32), np.array([length], np.int32)
+    work = jax.jit(lambda a, b: build_work_list(a, b, 1, config))(starts, seqs)
+    info, cta = np.asarray(work.info), np.asarray(work.cta)
+    check_once(config, starts, seqs, 1, info, cta, cta[:, wl.JOIN :])
+    assert info[:, wl.NBLK].sum() == -(-length // config.block_kv)
+
+
 @pytest.mark.parametrize("count", [32, 33, 49])
 def test_ctas_with_fewer_keys_have_the_padding_of_a_list_in_waves(count):
     """32 requests of 8 kv heads are 256 units for 264 pipelines, beside 16 of padding: a pipeline had two with keys."""
@@ -200,6 +212,29 @@ def test_where_units_are_cut_no_cta_has_all_of_the_short_ones():
         assert (join[:, 0] >= 0).any()
         pieces[in_waves] = max(len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers))
     assert pieces[True] <= 1.1 * pieces[False]
+
+
+HOLES_BETWEEN = {  # name -> slots, requests at each end of them, kv heads
+    "long": (256, 8, 8), "short": (128, 20, 1), "few": (16, 1, 8), "one pipeline": (64, 4, 8)
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOLES_BETWEEN)
+def test_requests_without_rows_cost_no_cta_a_piece(name):
+    """They end within a burst of the engine. On the line one CTA had all their units: 1920 of the first batch."""
+    slots, live, heads = HOLES_BETWEEN[name]
+    ends = [(1, 4000 + 97 * i % 400) for i in range(live)]
+    batch = ends + [(0, 0)] * (slots - 2 * live) + ends
+    shape = dict(num_heads=4 * heads, num_kv_heads=heads, head_dim=128, v_head_dim=128, page_size=16)
+    config = default_config(rows=4, keys=8192, requests=slots, **shape)
+    starts = np.cumsum([0, *(n for n, _ in batch)]).astype(np.int32)
+    seqs, tokens = np.array([n for _, n in batch], np.int32), int(starts[-1])
+    work = jax.jit(lambda a, b: build_work_list(a, b, tokens, config))(starts, seqs)
+    info, cta = np.asarray(work.info), np.asarray(work.cta)
+    check_once(config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :])
+    units = 2 * live * heads
+    pieces = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
+    assert config.flat_list and max(pieces) <= units // config.workers + 2
 
 
 @pytest.mark.parametrize("seed", range(16))
