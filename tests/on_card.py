@@ -1,6 +1,7 @@
 """The conformance suite's problems on this machine's GPU, without pytest: every feature, batch and page size.
 
     python -m tests.on_card [--backends pallas_gpu,...] [--only TEXT] [--processes 8] [--seconds 100]
+    python -m tests.on_card --drawn 300 [--seed 0]      # problems that are drawn at random instead, of tests/drawn.py
 
 A line for each that is not right; exit code 1 if one is wrong, 2 if the time is over. A refusal is no error and is
 printed: docs/support_matrix.md is the list of what must be taken. Programs are compiled by processes side by side, each
@@ -17,10 +18,13 @@ from typing import Any
 
 import jattn
 from tests.cases import CASES, FEATURES
+from tests.drawn import fields_of
 from tests.problem import Problem
 from tests.running import conform
 
 LSE_FLOOR = 2.0**-15  # the error of approximate functions
+CAPPED_LSE_FLOOR = 2.0**-9  # the same of tanh with a cap of any size: 2 ** -11 of a logit, which may be as large as 4
+DRAWN = "drawn "
 SIZES: dict[str, Any] = dict(heads=4, kv_heads=2, head_dim=64, block_size=16, dtype="bfloat16")
 BATCHES = {  # features that need a batch of their own
     "mm_prefix": "chunked_prefill",
@@ -54,10 +58,19 @@ def problems() -> dict[str, dict]:
     return found
 
 
+def problem_of(label: str) -> tuple[Problem, float]:
+    """(the problem, the error of its log-sum-exp that the chip's approximate functions may cause)"""
+    if not label.startswith(DRAWN):
+        return Problem(**(SIZES | problems()[label])), LSE_FLOOR
+    problem = Problem(**fields_of(int(label.removeprefix(DRAWN))))
+    return problem, CAPPED_LSE_FLOOR if problem.spec.logits_soft_cap else LSE_FLOOR
+
+
 def judge(label: str, backend: str) -> str:
     """ "ok", "refused: ..." or what is wrong."""
     try:
-        conform(Problem(**(SIZES | problems()[label])), backend, LSE_FLOOR)
+        problem, floor = problem_of(label)
+        conform(problem, backend, floor)
     except jattn.UnsupportedError as refusal:
         return f"refused: {refusal}"
     except Exception as error:
@@ -69,14 +82,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.on_card", description="The conformance suite on a GPU.")
     parser.add_argument("--backends", default="pallas_gpu,pallas_gpu_invariant")
     parser.add_argument("--only", default="", help="a part of the labels")
+    parser.add_argument("--drawn", type=int, default=0, help="so many problems that are drawn at random instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=100, help="then it ends")
     args = parser.parse_args(argv)
-    if not any(args.only in label for label in problems()):
-        parser.error(f"--only: no label has {args.only!r}; there are {', '.join(problems())}")
+    labels = [f"{DRAWN}{seed}" for seed in range(args.seed, args.seed + args.drawn)] or list(problems())
+    if not any(args.only in label for label in labels):
+        parser.error(f"--only: no label has {args.only!r}; there are {', '.join(labels)}")
     begin, counts = time.time(), {"ok": 0, "refused": 0, "wrong": 0}
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    asked = [(label, name) for name in args.backends.split(",") for label in problems() if args.only in label]
+    asked = [(label, name) for label in labels for name in args.backends.split(",") if args.only in label]
     with ProcessPoolExecutor(args.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         found = [(*one, pool.submit(judge, *one)) for one in asked]
         for label, name, future in found:
