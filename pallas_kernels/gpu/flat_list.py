@@ -88,7 +88,7 @@ def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     is_ghost, info = tiles_of(tile)
     nblk, pad_tiles = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pad_tokens * config.group, config.tile_rows)
     order, number = _with_rows_first(is_ghost | (nblk > 0))
-    line, whole = _cut_line(nblk, number, ghost_tiles, config), jnp.bool_(False)
+    line, whole = _cut_line(nblk, number, config), jnp.bool_(False)
     cta = line.cta
     if config.in_waves:
         longest_first, in_order = _longest_first(nblk, pad_tiles)
@@ -130,7 +130,17 @@ def _longest_first(nblk, pad_tiles):
     return order, in_order
 
 
-def _is_better_in_waves(nblk, line: "_Line", config):
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """All units of requests end to end, cut."""
+
+    cta: jax.Array
+    most: jax.Array  # blocks of the CTA that has most
+    is_cut: jax.Array  # is a unit?
+    is_long_and_even: jax.Array  # units are about equal, fill whole waves, and have more keys than are never cut
+
+
+def _is_better_in_waves(nblk, line: _Line, config):
     """bool: are units better given out whole, in waves? nblk: blocks of the tiles, in the order of the waves."""
     if config.whole_units:
         return jnp.bool_(True)
@@ -164,18 +174,8 @@ def _only_waves(tiles: int, config):
     return cta_columns([*line, every(0), every(tiles * heads), every(heads)], [every(-1), *[every(0)] * 4, me])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Line:
-    """All units of requests end to end, cut."""
-
-    cta: jax.Array
-    most: jax.Array  # blocks of the CTA that has most
-    is_cut: jax.Array  # is a unit?
-    is_long_and_even: jax.Array  # units are about equal, fill whole waves, and have more keys than are never cut
-
-
-def _cut_line(nblk, number, ghost_tiles: int, config) -> _Line:
-    """The units of all tiles but the first ghost_tiles. CTA c begins at block c * total // C.
+def _cut_line(nblk, number, config) -> _Line:
+    """The units of all tiles with blocks. CTA c begins at block c * total // C.
 
     nblk: blocks of the tiles, in the order of requests; number: see _with_rows_first.
     """
@@ -202,13 +202,11 @@ def _cut_line(nblk, number, ghost_tiles: int, config) -> _Line:
     quotient, remainder = divmod_i32(inside, each)
     whole = each <= _whole_blocks(each, total, config)
     unit = found * heads + quotient
-    alike, longest = _fills_waves(nblk, total, config), jnp.max(nblk)
-    stays = (whole | alike) & ~even if config.piece_blocks == 0 else whole & ~even  # else not measured
-    whole = jnp.bool_(True) if config.whole_units else stays
+    alike, longest = _fills_waves(nblk, total, config) & (config.piece_blocks == 0), jnp.max(nblk)  # else not measured
+    whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
     moves_on = whole & (2 * remainder >= each)
     unit = jnp.where(moves_on, unit + 1, unit)
     moved = jnp.where(whole, point[:, 0] - remainder + jnp.where(moves_on, each, 0), point[:, 0])
-    unit = jnp.where(total > 0, unit, ghost_tiles * heads)
     block = jnp.where(whole, 0, remainder)
 
     me = jnp.arange(ctas, dtype=jnp.int32)

@@ -15,7 +15,7 @@ from pallas_kernels.gpu.mla_config import MlaKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
 from pallas_kernels.gpu.work_list import build_work_list
-from tests.kernels.gpu.work_lists import FLAT, HOLES, RULES, SHAPE, check_once, make, pieces_of
+from tests.kernels.gpu.work_lists import FLAT, HOLES, RULES, SHAPE, check_once, listed, make, pieces_of
 
 
 @pytest.mark.parametrize("piece_blocks", [0, 4])
@@ -148,11 +148,9 @@ def test_whole_units_of_a_ragged_decode_are_not_left_to_one_cta(name):
     lengths, kv_heads, group, most = RAGGED[name]
     heads = dict(num_heads=kv_heads * group, num_kv_heads=kv_heads)
     fields = dict(rows=group, keys=4096, requests=len(lengths), **heads, head_dim=128, v_head_dim=128, page_size=16)
-    config = default_config(**fields)
-    starts, seqs = np.arange(len(lengths) + 1, dtype=np.int32), np.asarray(lengths, np.int32)
-    work = jax.jit(lambda a, b: build_work_list(a, b, len(lengths), config))(starts, seqs)
-    info, cta = np.asarray(work.info), np.asarray(work.cta)
-    check_once(config, starts, seqs, len(lengths), info, cta, cta[:, wl.JOIN :])
+    made = listed(default_config(**fields), [(1, n) for n in lengths])
+    check_once(*made)
+    config, *_, info, cta, _ = made
     loads = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(config.workers)]
     assert config.pipelines == 1 and max(loads) <= most
 
@@ -161,11 +159,9 @@ def test_whole_units_of_a_ragged_decode_are_not_left_to_one_cta(name):
 def test_few_units_are_cut_into_one_piece_for_each_cta(lengths, most):
     """On the line most CTAs had two, each with its start and end."""
     shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16)
-    config = default_config(rows=4, keys=8192, requests=len(lengths), **shape)
-    starts, seqs = np.arange(len(lengths) + 1, dtype=np.int32), np.asarray(lengths, np.int32)
-    work = jax.jit(lambda a, b: build_work_list(a, b, len(lengths), config))(starts, seqs)
-    info, cta = np.asarray(work.info), np.asarray(work.cta)
-    check_once(config, starts, seqs, len(lengths), info, cta, cta[:, wl.JOIN :])
+    made = listed(default_config(rows=4, keys=8192, requests=len(lengths), **shape), [(1, n) for n in lengths])
+    check_once(*made)
+    config, *_, info, cta, _ = made
     pieces = [[hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)] for me in range(config.workers)]
     assert max(map(len, pieces)) == 1 and max(map(sum, pieces)) <= most
 
@@ -174,11 +170,9 @@ def test_few_units_are_cut_into_one_piece_for_each_cta(lengths, most):
 def test_a_unit_of_as_many_keys_as_32_bits_count_is_cut_evenly(length):
     """131 times its blocks is beyond 32 bits, and so is its length rounded up to blocks."""
     shape = dict(num_heads=8, num_kv_heads=1, head_dim=128, v_head_dim=128, page_size=16)
-    config = default_config(rows=8, keys=length, requests=1, **shape)
-    starts, seqs = np.array([0, 1], np.int32), np.array([length], np.int32)
-    work = jax.jit(lambda a, b: build_work_list(a, b, 1, config))(starts, seqs)
-    info, cta = np.asarray(work.info), np.asarray(work.cta)
-    check_once(config, starts, seqs, 1, info, cta, cta[:, wl.JOIN :])
+    made = listed(default_config(rows=8, keys=length, requests=1, **shape), [(1, length)])
+    check_once(*made)
+    config, *_, info, _, _ = made
     assert info[:, wl.NBLK].sum() == -(-length // config.block_kv)
 
 
@@ -226,12 +220,9 @@ def test_requests_without_rows_cost_no_cta_a_piece(name):
     ends = [(1, 4000 + 97 * i % 400) for i in range(live)]
     batch = ends + [(0, 0)] * (slots - 2 * live) + ends
     shape = dict(num_heads=4 * heads, num_kv_heads=heads, head_dim=128, v_head_dim=128, page_size=16)
-    config = default_config(rows=4, keys=8192, requests=slots, **shape)
-    starts = np.cumsum([0, *(n for n, _ in batch)]).astype(np.int32)
-    seqs, tokens = np.array([n for _, n in batch], np.int32), int(starts[-1])
-    work = jax.jit(lambda a, b: build_work_list(a, b, tokens, config))(starts, seqs)
-    info, cta = np.asarray(work.info), np.asarray(work.cta)
-    check_once(config, starts, seqs, tokens, info, cta, cta[:, wl.JOIN :])
+    made = listed(default_config(rows=4, keys=8192, requests=slots, **shape), batch)
+    check_once(*made)
+    config, *_, info, cta, _ = made
     units = 2 * live * heads
     pieces = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
     assert config.flat_list and max(pieces) <= units // config.workers + 2

@@ -44,6 +44,11 @@ def make(
         **SHAPE, num_heads=heads * group, num_kv_heads=heads, mask=rule, heads_together=together, num_ctas=ctas,
         flat_list=flat, piece_blocks=piece_blocks, whole_units=whole, pipelines=pipelines, **fields,
     )  # fmt: skip
+    return listed(config, batch, pad)
+
+
+def listed(config, batch, pad=0):
+    """(config, starts, lengths, tokens, info, cta, columns of merges) of a batch of (new tokens, total tokens)."""
     q_lens, seqs = (np.array(x, np.int32) for x in zip(*batch, strict=True))
     starts = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
     tokens = int(starts[-1]) + pad
