@@ -71,17 +71,24 @@ def supports(config: GpuKernelConfig, *, chip: str = "sm_90") -> list[str]:
         refuse(narrow > 0, f"compute_dtype {c.compute_dtype} with narrow_rows: wanted one of them")
     refuse(c.converts_tiles and c.block_kv not in (64, 128), f"blocks of {c.block_kv} keys of 8 bits: wanted 64 or 128")
     refuse(c.q_buffers not in (1, 2), f"q_buffers {c.q_buffers}: wanted 1 or 2")
-    refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
-    refuse(c.in_waves and not c.flat_list, "in_waves: wanted flat_list")
-    has_pieces = c.piece_blocks != 0
-    refuse(c.in_waves and has_pieces, "in_waves with piece_blocks: wanted one of them")
-    refuse(c.merges_inside and has_pieces, "merges_inside with piece_blocks: wanted one of them")
+    reasons += list_reasons(c)
     refuse(
         c.token_scales and c.block_kv not in (64, 128), f"token_scales with blocks of {c.block_kv}: wanted 64 or 128"
     )
     wanted = c.smem_bytes
     seen = f"{wanted} bytes of shared memory; there are {SMEM_LIMIT}"
     refuse(not reasons and wanted > SMEM_LIMIT, seen, Subject.MEMORY)
+    return reasons
+
+
+def list_reasons(config: GpuKernelConfig) -> Reasons:
+    """The reasons against work lists that every GPU attention kernel has."""
+    c, reasons = config, Reasons()
+    has_pieces = c.piece_blocks != 0
+    reasons.refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
+    reasons.refuse(c.in_waves and not c.flat_list, "in_waves: wanted flat_list")
+    reasons.refuse(c.in_waves and has_pieces, "in_waves with piece_blocks: wanted one of them")
+    reasons.refuse(c.merges_inside and has_pieces, "merges_inside with piece_blocks: wanted one of them")
     return reasons
 
 

@@ -10,7 +10,7 @@ from pallas_kernels.gpu.config_sm80 import (
     NARROW_ROWS,
     WarpKernelConfig,
 )
-from pallas_kernels.gpu.supports import shape_reasons
+from pallas_kernels.gpu.supports import list_reasons, shape_reasons
 
 OF_HOPPER = (
     "q_buffers", "fixed_max", "last_block_first", "merges_inside", "pipelines", "computing", "weights_first",
@@ -27,9 +27,7 @@ def supports(config: WarpKernelConfig) -> list[str]:
     refuse(c.long_tiles and not c.wide_tiles, "long_tiles: wanted wide_tiles")
     halves = (1, 2) if c.v_head_dim <= MOST_COLUMNS_OF_TWO_HALVES and c.wide_tiles else (1,)
     refuse(c.tile_halves not in halves, f"tile_halves {c.tile_halves}: wanted one of {halves}")
-    refuse(c.flat_list and c.long_tiles, "flat_list: wanted long_tiles=False")
-    refuse(c.in_waves and not c.flat_list, "in_waves: wanted flat_list")
-    refuse(c.in_waves and c.piece_blocks != 0, "in_waves with piece_blocks: wanted one of them")
+    reasons += list_reasons(c)
     refuse(c.block_kv != BLOCK_KV, f"block_kv {c.block_kv}: wanted {BLOCK_KV}")
     refuse(c.stages < c.least_stages, f"stages {c.stages}: wanted at least {c.least_stages}")
     for field in dataclasses.fields(c):
