@@ -241,7 +241,8 @@ class Engine:
             prompt, params, self.tokenizer, self.config.vocab_size, self.limits, salt
         )
         if wrong:
-            return self._refuse(id, tokens, wrong)
+            self._loop.refuse(admission.refused(id, tokens, wrong))
+            return id
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
         self._next_seq_id += 1
         root = admission.root_hash_of(salt, self.config, final_length(tokens, params, self.limits.max_model_len))
@@ -254,14 +255,9 @@ class Engine:
             request = Request.of(id, tokens, seqs, [stop_ids_of(seq, eos) for seq in seqs], self.tokenizer)
         except Exception as error:  # of a tokenizer that cannot decode the prompt
             log.error("request %s failed", id, exc_info=error)
-            return self._refuse(id, tokens, {"prompt": internal_error_message(error)})
+            self._loop.refuse(admission.refused(id, tokens, {"prompt": internal_error_message(error)}))
+            return id
         self._loop.add(request)  # last, because the lines before may raise
-        return id
-
-    def _refuse(self, id: str, tokens: tuple[int, ...], wrong: dict[str, str]) -> str:
-        """End a request that cannot be served: the next step returns its output."""
-        self._loop.outputs.append(admission.refused(id, tokens, wrong))
-        self._loop.count(failed=1)
         return id
 
     @callers.one_at_a_time

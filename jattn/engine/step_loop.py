@@ -65,6 +65,11 @@ class StepLoop:
             self._ids = _Ids(self.outputs)
         return request_id in self.requests or request_id in self._ids.known()
 
+    def refuse(self, output: RequestOutput) -> None:
+        """End a request that cannot be served, with this output of the next step."""
+        self.outputs.append(output)
+        self.count(failed=1)
+
     def add(self, request: Request) -> None:
         """Queue the sequences of a request."""
         self.requests.add(request)
