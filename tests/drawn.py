@@ -76,10 +76,8 @@ def _feature(rng: random.Random, seed: int, dtype: str, is_quantised: bool) -> F
 
 def _case(rng: random.Random, seed: int, work: int) -> Case:
     """A batch of decodes, drafts, chunks, prompts and requests without new tokens. work: queries times keys."""
-    count, kinds = (
-        rng.choice((1, 1, 2, 3, 4, 6, 9, 17, 33, 70, 150)),
-        ("decode",) * 4 + ("draft", "chunk", "prompt", "idle"),
-    )
+    count = rng.choice((1, 1, 2, 3, 4, 6, 9, 17, 33, 70, 150))
+    kinds = ("decode",) * 4 + ("draft", "chunk", "prompt", "idle")
     if rng.random() < 0.4:
         kinds = rng.choice((("decode", "decode", "draft"), ("decode",), ("chunk",), ("prompt",)))
     usual, query_lens, seq_lens, left = rng.choice((20, 60, 200, 600, 2000, 6000)), [], [], work

@@ -136,9 +136,10 @@ def _name_embeddings(checkpoint: Checkpoint, folder: ModelFolder) -> None:
     """Give the embeddings their name where the folder has them under another name alone, such as that of a tied head:
     save_model of safetensors keeps one of several names of a tensor."""
     table, stored = folder.family.tensors(folder.config), checkpoint.locations
-    embed, used = table["embed"].names[0], _names_in(table)
+    embed = table["embed"].names[0]
     if _has_part_of(embed, stored):
         return
+    used = _names_in(table)
     is_copy = lambda name: name.endswith(COPIES) and name.endswith(folder.family.unused) and name not in used
     if (copy := min(filter(is_copy, stored), default=None)) is not None:
         stored[embed] = stored.pop(copy)
