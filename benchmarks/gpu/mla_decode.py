@@ -106,6 +106,17 @@ SEVERAL = [  # new tokens of each request
     for b, k, heads in ((32, 8, 128), (128, 4, 16))
     for n in (2, 4)
 ]
+LENGTHS_OF_RAGGED = {
+    "tiny": [50 + 37 * i % 750 for i in range(256)],
+    "long_and_short": [32000] * 2 + [100 + 37 * i % 400 for i in range(60)],
+    "one_long": [64000] + [500 + 37 * i % 1000 for i in range(30)],
+    "law": np.exp(np.random.default_rng(1).uniform(np.log(100), np.log(30000), 64)).astype(int).tolist(),
+}
+RAGGED = [
+    LatentCase(name=f"mla_dec_{name}_h{heads}", lengths=tuple((1, n) for n in lengths), heads=heads)
+    for name, lengths in LENGTHS_OF_RAGGED.items()
+    for heads in (16, 128)
+]
 TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) for case in TIMED]
 VARIANTS = (dict(page=16), dict(page=128), dict(whole_rows=True))
 TUNED = {  # variant -> constants of mla_sm90.py, and the cases whose kernel has them
@@ -159,7 +170,7 @@ def make_batch(case: LatentCase, poison: bool) -> Batch:
 def programs(case: LatentCase, batch: Batch):
     """(jitted kernel, its arguments, jitted planner, its arguments)."""
     config, tokens = case.config, batch.q.shape[0]
-    plan = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, tokens, config.attention))
+    plan = jax.jit(lambda starts, seqs: build_work_list(starts, seqs, tokens, config.list_of(len(case.lengths))))
     lengths = jnp.asarray(batch.starts), jnp.asarray(batch.seqs)
     attend = jax.jit(lambda *arrays: latent_attention(*arrays[:-1], config, arrays[-1]))
     work = jax.block_until_ready(plan(*lengths))
@@ -290,9 +301,9 @@ def jobs_of(names: list[str], iterations: int, peer: dict[str, float]) -> Iterat
         for case in CHECKED[:2]:
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, False, iterations)
     if "time" in names:
-        for case in (*TIMED, *FEW):
+        for case in (*TIMED, *FEW, *RAGGED):
             yield dict(case=case.name, backend=ours), lambda c=case: measure(c, True, iterations)
-        for case in TIMED:
+        for case in (*TIMED, *RAGGED):
             if case.name in peer:
                 yield dict(case=case.name, backend="flashmla"), lambda c=case: dict(us=peer[c.name], ok=True)
     if "check" in names:

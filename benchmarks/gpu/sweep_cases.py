@@ -53,6 +53,12 @@ def ragged(count: int, least: int, most: int) -> tuple:
     return tuple((1, least + 613 * i % (most - least)) for i in range(count))
 
 
+def beside(long: int, keys: int, short: int, least: int, most: int, new: int = 1) -> tuple:
+    """`long` requests of `keys` keys, then `short` ones of lengths from `least` to below `most`; `new` tokens each."""
+    lengths = [keys] * long + [least + 37 * i % (most - least) for i in range(short)]
+    return tuple((new, length) for length in lengths)
+
+
 def prompt(length: int, count: int = 1) -> tuple:
     """`count` prompts."""
     return ((length, length),) * count
@@ -107,6 +113,14 @@ CLASSES: tuple[tuple[Any, ...], ...] = (  # name, model, lengths, page[, 8 bits[
     ("dec_32_long_ragged", "llama8b", ragged(32, 100, 4000), 16),
     ("dec_32_long_ragged_fp8", "llama8b", ragged(32, 100, 4000), 16, True),
     ("dec_60_ragged_kv4", "qwen7b", ragged(60, 200, 1500), 16),
+    ("dec_long_and_short", "llama8b", beside(3, 20000, 40, 300, 800), 16),
+    ("dec_long_and_tiny", "llama8b", beside(5, 32000, 200, 100, 300), 16),
+    ("dec_long_and_tiny_d64", "gpt_oss", beside(5, 32000, 200, 100, 300), 16),
+    ("dec_long_and_short_kv4", "qwen7b", beside(3, 32000, 60, 100, 500), 16),
+    ("dec_long_and_short_fp8", "llama8b", beside(3, 16000, 30, 200, 600), 16, True),
+    ("dec_long_and_short_d256", "gemma3_12b", beside(3, 16000, 30, 200, 600), 16),
+    ("spec_4_long_and_short", "llama8b", beside(3, 32000, 40, 100, 500, new=4), 16),
+    ("mixed_long_and_short", "llama8b", (*beside(3, 32000, 40, 100, 500), (700, 700)), 16),
     ("dec_512_tiny_d64", "gpt_oss", TINY, 16),
     ("dec_512_tiny_tp8", "llama70b_tp8", TINY, 16),
     ("dec_300_tiny_kv4", "qwen7b", TINY[:300], 16),

@@ -69,8 +69,8 @@ class MLAGpuMetadataBuilder(MLAMetadataBuilder):
             has_sinks=spec.has_sinks, per_request_causal=causal is not None,
         )  # fmt: skip
         work = build_work_list(
-            jnp.asarray(short.query_start_loc), jnp.asarray(short.seq_lens), short.num_tokens, config.attention,
-            None if causal is None else jnp.asarray(causal),
+            jnp.asarray(short.query_start_loc), jnp.asarray(short.seq_lens), short.num_tokens,
+            config.list_of(short.max_num_reqs), None if causal is None else jnp.asarray(causal),
         )  # fmt: skip
         plan = plan_of(common)
         return MLAGpuMetadata(

@@ -61,6 +61,8 @@ class GpuKernelConfig:
     min_split: int = 1  # key blocks: a split leaves at least this many on either side
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
     flat_list: bool = False  # with long_tiles=False: the work list of flat_list.py
+    unit_blocks: int = 0  # of a flat list: blocks that take as long as what a unit costs besides its own
+    whole_keys: int = 512  # of a flat list: a unit of so few keys is not cut; a piece and a merge cost more
     in_waves: bool = False  # of a flat list: units may be whole and in waves, longest first; see flat_list.py
     piece_blocks: int = 0  # of a flat list: equal pieces, one a CTA, if so many blocks above an equal share are enough
     whole_units: bool = False  # no unit is cut: the bits of a request do not depend on the rest of the batch

@@ -2,16 +2,14 @@
 
 A batch is arranged in one of two ways, by a comparison of both in the program:
 
-    line     The units of all requests are laid end to end, in the order of requests, and cut at equal numbers of
-             blocks. A cut within a unit of few keys (see FLAT_WHOLE_KEYS), or of any number with config.whole_units
-             or where units are about equal and fill whole waves, moves to the nearer end of the unit. So one CTA may
-             have two whole units where others have one or none.
+    line     The units of all requests are laid end to end, in the order of requests, and cut into parts of equal cost.
+             A unit costs its blocks and config.unit_blocks more. A cut within a unit of few keys (see _whole_blocks),
+             or of any number with config.whole_units or where units are about equal and fill whole waves, moves to the
+             nearer end of the unit. So one CTA may have two whole units where others have one or none.
     waves    With config.in_waves: all units whole, those with most keys first, in waves in snake order. Requests are
              sorted by counting, because a sort takes XLA many kernels. See WAVES_SHARE.
 
-A line keeps the order of requests, because on a sorted one the last CTAs would have all short units, hundreds of them,
-and each costs 2 us. It counts blocks, not units: a batch with its long requests first still does so. Requests without
-rows, such as those that ended within a burst, come after all others, where no CTA looks at them.
+Requests without rows, such as those that ended within a burst, come after all others, where no CTA looks at them.
 
 Tiles of padding tokens have one block each. On the line one CTA would have all of them, at 2 us each, so they are in
 waves in any case; with config.moves_padding CTAs without a part of the line come first.
@@ -43,9 +41,11 @@ from pallas_kernels.gpu.work_columns import (
 CUT_KEYS = 256
 """A second piece and a merge take as long as so many keys. Units that are about equal stay whole while the longest
 CTA has at most CUTS_SHARE times an equal share and so many keys."""
-FLAT_WHOLE_KEYS = 512
-"""A unit of at most so many keys is not cut, nor one of twice as many in a batch as long as C / 2 such units: a piece
-costs about 2 us besides its keys, and a merge 2 to 5."""
+UNIT_BYTES = 128 << 10, 32 << 10
+"""Bytes of keys and values that are read in the time that a unit takes besides its own, where an SM has one worker and
+where it has two, of which one reads while the other begins or ends a unit. With units that cost nothing one CTA had all
+short ones beside long ones: 3 requests of 32000 keys and 60 of 100 to 500 over 4 kv heads take 62 instead of 85 us, 5
+of 32000 and 200 of 100 to 300 with heads of 64 112 instead of 134, 32 of 100 to 30000 138 instead of 183."""
 WAVES_SHARE = 1.06
 """A batch is in waves if the longest CTA then has at most WAVES_SHARE times the blocks of the longest CTA on the
 line, and CUT_KEYS more if the line cuts a unit: 32 requests of 100 to 4000 keys take 58.5 us instead of 62.8, 150 of
@@ -62,6 +62,11 @@ def may_be_in_waves(config, requests: int) -> bool:
     units and another none."""
     may_share = config.flat_list and 2 * requests * config.num_kv_heads > config.workers
     return may_share and requests <= MOST_SORTED and not config.piece_blocks
+
+
+def blocks_of_a_unit(config, workers: int) -> int:
+    """Blocks that take as long as what a unit costs besides its own, where an SM has so many workers."""
+    return max(UNIT_BYTES[min(workers, 2) - 1] // (config.block_kv * config.key_bytes), 1)
 
 
 def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, rank, local_lens, ranges) -> GpuWorkList:
@@ -135,7 +140,7 @@ class _Line:
     """All units of requests end to end, cut."""
 
     cta: jax.Array
-    most: jax.Array  # blocks of the CTA that has most
+    most: jax.Array  # places of the CTA that has most
     is_cut: jax.Array  # is a unit?
     is_long_and_even: jax.Array  # units are about equal, fill whole waves, and have more keys than are never cut
 
@@ -147,7 +152,8 @@ def _is_better_in_waves(nblk, line: _Line, config):
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]
     unit = wave * ctas + snake(wave, jnp.arange(ctas, dtype=jnp.int32)[None, :], ctas)
-    load = jnp.sum(jnp.where(unit < tiles * heads, nblk[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0), axis=0)
+    places = jnp.where(nblk > 0, nblk + config.unit_blocks, 0)
+    load = jnp.where(unit < tiles * heads, places[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0).sum(axis=0)
     most = line.most.astype(jnp.float32) * WAVES_SHARE + jnp.where(line.is_cut, CUT_KEYS // config.block_kv, 0)
     return (jnp.max(load) <= most) & ~line.is_long_and_even
 
@@ -160,8 +166,9 @@ def _fills_waves(nblk, total, config):
 
 
 def _whole_blocks(nblk, total, config):
-    """Up to how many blocks a unit of the flat list is whole: see FLAT_WHOLE_KEYS."""
-    keys = jnp.where(total >= cdiv(config.workers * nblk, 2), 2 * FLAT_WHOLE_KEYS, FLAT_WHOLE_KEYS)
+    """Up to how many blocks a unit of the flat list is whole: those of config.whole_keys, or of twice as many keys in a
+    batch as long as C / 2 such units."""
+    keys = jnp.where(total >= cdiv(config.workers * nblk, 2), 2 * config.whole_keys, config.whole_keys)
     return keys // config.block_kv
 
 
@@ -175,88 +182,93 @@ def _only_waves(tiles: int, config):
 
 
 def _cut_line(nblk, number, config) -> _Line:
-    """The units of all tiles with blocks. CTA c begins at block c * total // C.
+    """The units of all tiles with blocks. CTA c begins at place c * total // C of the line.
 
+    A unit has a place for each block, and config.unit_blocks behind them; a cut among those is the end of the unit.
     nblk: blocks of the tiles, in the order of requests; number: see _with_rows_first.
     """
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
-    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], nblk[None, :], 0), axis=1) * heads
+    even, even_points = _even_cuts(nblk, config) if config.piece_blocks else (jnp.bool_(False), 0)
+    besides = jnp.where(even, 0, config.unit_blocks)
+    places = jnp.where(nblk > 0, nblk + besides, 0)
+    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], places[None, :], 0), axis=1) * heads
     total = ends[-1]
     cut, cta_of = _equal_cuts(total, ctas)
-    # the tile of each cut, its first block on the line, the blocks of one of its units: masked sums, which XLA fuses
-    point, even = cut(jnp.arange(ctas + 1, dtype=jnp.int32)), jnp.bool_(False)
-    if config.piece_blocks:
-        even, points = _even_cuts(nblk, ends - nblk * heads, total, config)
-        point = jnp.where(even, points, point)
+    # the tile of each cut, its first place on the line, the places of one of its units: masked sums, which XLA fuses
+    point = jnp.where(even, even_points, cut(jnp.arange(ctas + 1, dtype=jnp.int32)))
     starts, stops, point = point[:-1], point[1:], point[:, None]
-    begins = (ends - nblk * heads)[None, :]
+    begins = (ends - places * heads)[None, :]
     before = ends[None, :] <= point
     here = ~before & (begins <= point)
     found = jnp.max(jnp.where(before, number[None, :], 0), axis=1)
-    first = jnp.sum(jnp.where(before, nblk[None, :], 0), axis=1) * heads
-    each = jnp.maximum(jnp.sum(jnp.where(here, nblk[None, :], 0), axis=1), 1)
+    first = jnp.sum(jnp.where(before, places[None, :], 0), axis=1) * heads
+    each = jnp.maximum(jnp.sum(jnp.where(here, places[None, :], 0), axis=1), 1)
+    blocks = jnp.maximum(each - besides, 1)
 
     # each cut's unit and the block within it; past the end, the unit after the last
     inside = point[:, 0] - first
     quotient, remainder = divmod_i32(inside, each)
-    whole = each <= _whole_blocks(each, total, config)
+    whole = blocks <= _whole_blocks(blocks, total, config)
     unit = found * heads + quotient
-    alike, longest = _fills_waves(nblk, total, config) & (config.piece_blocks == 0), jnp.max(nblk)  # else not measured
+    alike = _fills_waves(places, total, config) & (config.piece_blocks == 0)  # with equal pieces not measured
     whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
-    moves_on = whole & (2 * remainder >= each)
-    unit = jnp.where(moves_on, unit + 1, unit)
-    moved = jnp.where(whole, point[:, 0] - remainder + jnp.where(moves_on, each, 0), point[:, 0])
-    block = jnp.where(whole, 0, remainder)
+    moves_on = (whole & (2 * remainder >= each)) | (remainder >= blocks)
+    unit, moves = jnp.where(moves_on, unit + 1, unit), whole | moves_on
+    moved = jnp.where(moves, point[:, 0] - remainder + jnp.where(moves_on, each, 0), point[:, 0])
+    block = jnp.where(moves, 0, remainder)
 
     me = jnp.arange(ctas, dtype=jnp.int32)
     u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
     begin = stops - b1  # of the unit that this CTA's end cuts
-    end = begin + each[me + 1]
-    last = cta_of(end - 1)
+    end = begin + blocks[me + 1]
     if config.piece_blocks:
-        last = jnp.where(even, jnp.sum(starts[None, :] < end[:, None], axis=1, dtype=jnp.int32) - 1, last)
-    joins = [jnp.where((b1 > 0) & (begin >= starts), u1, -1), me, last]
+        of_equal_part = cta_of
+        of_piece = lambda place: jnp.sum(starts[None, :] <= place[:, None], axis=1, dtype=jnp.int32) - 1
+        cta_of = lambda place: jnp.where(even, of_piece(place), of_equal_part(place))
+    joins = [jnp.where((b1 > 0) & (begin >= starts), u1, -1), me, cta_of(end - 1)]
     own = starts - b0  # where the unit begins in which this CTA begins
-    joins += [cta_of(own), cta_of(own + each[me] - 1)]
+    joins += [cta_of(own), cta_of(own + blocks[me] - 1)]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
     # CTAs without keys have the first places, and so the padding before others. Of up to C blocks a CTA has one or
     # none, and `starts` counts the CTAs before it that have one. Equal pieces are in the first CTAs.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
     cta = cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
+    longest = jnp.max(nblk)
     is_long_and_even = alike & (longest > _whole_blocks(longest, total, config))
     return _Line(cta, jnp.max(jnp.diff(moved)), (b1 > 0).any(), is_long_and_even)
 
 
 def _equal_cuts(total, ctas: int):
-    """(function: CTA -> the first block of its part of the line; function: block -> the CTA whose part has it).
+    """(function: CTA -> the first place of its part of the line; function: place -> the CTA whose part has it).
 
-    CTA c begins at block c * total // C, a product that may need more than 32 bits.
+    CTA c begins at place c * total // C, a product that may need more than 32 bits.
     """
     each, more = divmod_i32(total, ctas)
     cut = lambda c: c * each + divmod_i32(c * more, ctas)[0]
 
-    def cta_of(block):
+    def cta_of(place):
         share = ctas / jnp.maximum(total, 1).astype(jnp.float32)
-        near = jnp.ceil((block + 1).astype(jnp.float32) * share).astype(jnp.int32) - 1  # off by at most one
-        near = near - (cut(near) > block)
-        return near + (cut(near + 1) <= block)
+        near = jnp.ceil((place + 1).astype(jnp.float32) * share).astype(jnp.int32) - 1  # off by at most one
+        near = near - (cut(near) > place)
+        return near + (cut(near + 1) <= place)
 
     return cut, cta_of
 
 
-def _even_cuts(nblk, begins, total, config):
-    """(bool: does it fit, i32[C+1] cuts): every unit in pieces of about equal length, one piece a CTA.
+def _even_cuts(nblk, config):
+    """(bool: does it fit, i32[C+1] cuts of a line of blocks): every unit in about equal pieces, one a CTA.
 
     It fits if the longest piece needs at most piece_blocks more than an equal share of all blocks.
     """
-    heads, ctas = config.num_kv_heads, config.workers
+    heads, ctas, total = config.num_kv_heads, config.workers, jnp.sum(nblk, dtype=jnp.int32) * config.num_kv_heads
     most = cdiv(total, ctas) + jnp.arange(config.piece_blocks + 1, dtype=jnp.int32)  # candidates for the longest piece
     fits = jnp.sum(cdiv(nblk[None, :], jnp.maximum(most, 1)[:, None]), axis=1) * heads <= ctas
     pieces = cdiv(nblk, jnp.maximum(jnp.min(jnp.where(fits, most, total + 1)), 1))  # of one unit of each tile
     tile, me = jnp.arange(nblk.shape[0], dtype=jnp.int32), jnp.arange(ctas + 1, dtype=jnp.int32)
-    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], pieces[None, :], 0), axis=1) * heads
+    ends_of = lambda x: jnp.sum(jnp.where(tile[None, :] <= tile[:, None], x[None, :], 0), axis=1) * heads
+    ends, begins = ends_of(pieces), ends_of(nblk) - nblk * heads
     here = (ends[None, :] > me[:, None]) & ((ends - pieces * heads)[None, :] <= me[:, None])
     of_tile = lambda x: jnp.sum(jnp.where(here, x[None, :], 0), axis=1)
     blocks, count = of_tile(nblk), jnp.maximum(of_tile(pieces), 1)

@@ -29,19 +29,18 @@ def merge_few_parts(
 ):
     """(out, lse) with the rows of split units filled in, in place, where no tile has more than 64 rows.
 
-    rows: of a tile, at most; None: as the config says. ctas: of a unit, at most.
+    rows: of a tile, at most; None: as the config says. ctas: of a unit, at most, for each part but one.
     """
     ctas = min(steps_of(cfg, rows or cfg.few_rows), ctas)
 
     def kernel(info, cta, *refs):
-        is_split, piece, head, parts = split_unit(cfg, info, cta, lax.axis_index("cut"))
+        unit = split_unit(cfg, info, cta, lax.axis_index("cut"))
 
-        @when(is_split)
+        @when(unit.exists)
         def _():
-            mine = lax.axis_index("step")
-            count = lax.div(steps_of(cfg, piece(wl.NROWS)) - mine + ctas - 1, jnp.int32(ctas))
-            step = lambda k, _: merge_few_rows(cfg, refs, piece, head, parts, mine + k * ctas)
-            lax.fori_loop(0, count, step, None)
+            holders = unit.first, unit.last
+            step = lambda number: merge_few_rows(cfg, refs, unit.column, unit.head, holders, number)
+            unit.shared(lax.axis_index("step"), ctas, steps_of(cfg, unit.column(wl.NROWS)), step)
 
     arrays = (work.info, work.cta, per_head, part, part_lse)
     return launch_merge(kernel, dict(cut=cfg.workers, step=ctas), arrays, out, lse)

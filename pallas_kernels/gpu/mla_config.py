@@ -7,11 +7,16 @@ from pallas_kernels.algebra.checks import Reasons, Subject, unlisted_fields
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config import KV_DTYPES_8BIT, WARPGROUP_ROWS, GpuKernelConfig
+from pallas_kernels.gpu.flat_list import may_be_in_waves
 
 BLOCK_KV = 64  # cached rows of one block
 STAGES = 2  # blocks in shared memory, as they are cached
 PART = 128  # most columns of a part of a stage, see mla_pieces_sm90.py
 PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
+UNIT_BLOCKS, WHOLE_KEYS = 6, 128
+"""GpuKernelConfig.unit_blocks and whole_keys. us, an H200, where with 0 and 512 and all units on a line it was more: 2
+requests of 32000 keys and 60 of 100 to 500, 128 heads, 71 (147); 256 of 50 to 800 keys 101 (162), of 16 heads 48 (67);
+64 of 100 to 30000 214 (273). Of the first 20 are gained by the merge, see merge_sm90.split_unit."""
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
 NARROW_ROWS = 16  # most rows of a tile of warp-level products, see mla_narrow_sm90.py
 NARROW_STAGES = 6  # most blocks of 8 bits in shared memory for them
@@ -109,14 +114,20 @@ class MlaKernelConfig:
 
     @property
     def attention(self) -> GpuKernelConfig:
-        """The config for the work list and the merge: a kv head for each group of query heads."""
+        """The config for the work list of listed keys and the merge: a kv head for each group of query heads."""
         return GpuKernelConfig(
             num_heads=self.num_heads, num_kv_heads=self.num_heads // self.group, head_dim=self.head_dim,
             v_head_dim=self.latent_dim, page_size=self.page_size, dtype=self.dtype, kv_dtype=self.dtype,
             mask=self.mask, logits=self.logits, has_sinks=self.has_sinks,
             per_request_causal=self.per_request_causal, block_kv=BLOCK_KV, stages=self.stages, q_buffers=1,
             num_ctas=self.num_ctas, long_tiles=False, flat_list=True, piece_blocks=PIECE_BLOCKS,
+            unit_blocks=UNIT_BLOCKS, whole_keys=WHOLE_KEYS,
         )  # fmt: skip
+
+    def list_of(self, requests: int) -> GpuKernelConfig:
+        """The config for the work list of so many requests: in waves, or in equal pieces of few units."""
+        waves = dataclasses.replace(self.attention, piece_blocks=0, in_waves=True)
+        return waves if may_be_in_waves(waves, requests) else self.attention
 
     @property
     def smem_bytes(self) -> int:

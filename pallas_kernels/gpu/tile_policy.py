@@ -179,6 +179,12 @@ def units_in_waves(request: TileRequest) -> dict[str, Any]:
     return {"in_waves": flat_list.may_be_in_waves(request.config, request.requests)}
 
 
+def cost_of_flat_units(request: TileRequest) -> dict[str, Any]:
+    """What a flat list counts for a unit besides its blocks."""
+    config = request.config
+    return {"unit_blocks": flat_list.blocks_of_a_unit(config, config.pipelines) if config.flat_list else 0}
+
+
 def pieces_of_few_units(request: TileRequest) -> dict[str, Any]:
     """Where few units are cut into pieces for all CTAs, equal ones: see PIECE_BLOCKS."""
     config = request.config
@@ -218,6 +224,7 @@ def _has_few_units(request: TileRequest) -> bool:
 def _can_be_counted(request: TileRequest, keys: int, block: int) -> bool:
     """Do the blocks of all units fit in 32 bits, in which the flat list adds them up?"""
     blocks = -(-keys // block) + (keys != request.keys)  # a window begins within a block
+    blocks += flat_list.blocks_of_a_unit(dataclasses.replace(request.config, block_kv=block), 1)
     return _units(request) * blocks < 2**31
 
 
@@ -380,6 +387,7 @@ POLICIES: tuple[Callable[[TileRequest], dict[str, Any]], ...] = (
     largest_tiles,
     narrow_beside_long,
     cost_of_units,
+    cost_of_flat_units,
     soft_cap,
 )
 

@@ -44,9 +44,13 @@ def _chosen(
         config = dataclasses.replace(config, lazy_rescale=fields.get("lazy_rescale", False))
     tiles = {} if {"stages", "tile_halves"} & fields.keys() else measured_tiles(config)
     tiles = dict(tiles or largest_tiles(config, fields.get("tile_halves")))
-    tiles["num_ctas"] = tiles.pop("ctas") * (processors or known.processors)
+    ctas = tiles.pop("ctas")  # of a multiprocessor
+    tiles["num_ctas"] = ctas * (processors or known.processors)
     config = dataclasses.replace(config, **tiles | fields)
-    return dataclasses.replace(config, in_waves=fields.get("in_waves", flat_list.may_be_in_waves(config, requests)))
+    listed = dict(in_waves=flat_list.may_be_in_waves(config, requests))
+    if config.flat_list:
+        listed["unit_blocks"] = flat_list.blocks_of_a_unit(config, ctas)
+    return dataclasses.replace(config, **listed | fields)
 
 
 def _chip_of(name: str) -> WarpChip:

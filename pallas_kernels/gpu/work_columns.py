@@ -4,8 +4,8 @@ info  i32[tiles, 16]   one row a tile; the columns TOK0 .. CAUSAL below
 cta   i32[C, 16]       one row a CTA: W (its waves), the first unit of its part of the line and the first block of
                        that unit, the end unit and end block, BACKWARD, SET_UNITS, SET_HEADS; from JOIN on: a unit
                        to merge (or -1), the first and the last CTA that hold a part of it; of flat lists only FROM,
-                       UNTIL: the same two CTAs of the unit in which this CTA's part begins, undefined with
-                       config.piece_blocks; and PLACE: the CTA's place within the first wave, if config.moves_padding
+                       UNTIL: the same two CTAs of the unit in which this CTA's part begins; and PLACE: the CTA's
+                       place within the first wave, if config.moves_padding
 """
 
 import dataclasses

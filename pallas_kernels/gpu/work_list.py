@@ -4,7 +4,8 @@
     tile    up to 128 packed rows of one request, or 192 where three warpgroups compute: row p is token p // G and head
             p % G of a kv head's group. Where each CTA has two pipelines, up to 64 rows, and a pipeline stands for the
             CTA in all that is said here
-    unit    one (tile, kv head). It costs its number of key blocks times the cost of a block, plus unit_cost
+    unit    one (tile, kv head). It costs its number of key blocks times the cost of a block, plus unit_cost; of a flat
+            list, its number of key blocks plus unit_blocks
     piece   a range of a unit's key blocks: what a CTA computes at a time
     wave    C units, one for each of the C CTAs. In snake order: from CTA 0 on in even waves, from the last one back in
             odd ones

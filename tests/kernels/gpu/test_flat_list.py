@@ -11,6 +11,7 @@ from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import flat_list
 from pallas_kernels.gpu import work_columns as wl
 from pallas_kernels.gpu.config import GpuKernelConfig
+from pallas_kernels.gpu.merge_sm90 import split_unit
 from pallas_kernels.gpu.mla_config import MlaKernelConfig
 from pallas_kernels.gpu.supports import supports
 from pallas_kernels.gpu.tile_policy import default_config
@@ -61,9 +62,9 @@ def test_a_flat_list_does_every_block_once_and_evenly(name):
     config, *rest, info, cta, join = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True)
     check_once(config, *rest, info, cta, join)
     load = [sum(hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)) for me in range(ctas)]
-    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * flat_list.FLAT_WHOLE_KEYS]
+    whole = [int(row[wl.NBLK]) for row in info if 0 < row[wl.NBLK] * config.block_kv <= 2 * config.whole_keys]
     assert max(load) - np.mean(load) <= 1 + max(whole, default=0)
-    if not any(seq <= 2 * flat_list.FLAT_WHOLE_KEYS for _, seq in batch):
+    if not any(seq <= 2 * config.whole_keys for _, seq in batch):
         assert max(load) - min(load) <= 1
     trailing = len(batch) - 1 - max((r for r, (q, _) in enumerate(batch) if q), default=-1)
     units = (len(info) - trailing) * config.num_kv_heads
@@ -155,6 +156,56 @@ def test_whole_units_of_a_ragged_decode_are_not_left_to_one_cta(name):
     assert config.pipelines == 1 and max(loads) <= most
 
 
+SKEWED = {  # name -> lengths of a decode, fields of the config
+    "long before short": ([130_000] * 6 + [80 + 37 * i % 40 for i in range(60)], {}),
+    "short before long": ([80 + 37 * i % 40 for i in range(60)] + [130_000] * 6, {}),
+    "few kv heads": ([32000] * 3 + [100 + 37 * i % 400 for i in range(60)], dict(num_kv_heads=4)),
+    "one kv head": ([32000] + [100 + 37 * i % 400 for i in range(30)], dict(num_kv_heads=1)),
+    "eight bits": ([16000] * 3 + [200 + 37 * i % 400 for i in range(30)], dict(kv_dtype="float8_e4m3fn")),
+    "wide heads": ([16000] * 3 + [200 + 37 * i % 400 for i in range(30)], dict(head_dim=256, v_head_dim=256)),
+    "by a law": (np.exp(np.random.default_rng(2).uniform(4.6, 10.3, 32)).astype(int).tolist(), {}),
+}
+
+
+@pytest.mark.parametrize("name", SKEWED)
+def test_short_units_beside_long_ones_are_not_left_to_one_cta(name):
+    """A unit takes 2 us besides its keys. On a line of blocks alone one of 264 pipelines had 187 of the first batch."""
+    lengths, fields = SKEWED[name]
+    shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, v_head_dim=128, page_size=16) | fields
+    rows = 32 // shape["num_kv_heads"]
+    made = listed(default_config(rows=rows, keys=131072, requests=len(lengths), **shape), [(1, n) for n in lengths])
+    check_once(*made)
+    config, *_, info, cta, _ = made
+    costs = []
+    for me in range(config.workers):
+        blocks = [hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)]
+        costs.append(sum(blocks) + config.unit_blocks * len(blocks))
+    whole = 1024 // config.block_kv  # a cut moves by up to half of a short unit
+    assert max(costs) <= 1.02 * np.mean(costs) + whole / 2 + 2 * config.unit_blocks + 1
+
+
+LATENT = {  # name -> lengths of a decode, query heads, the most that a CTA may have, in blocks, 6 of which are a unit's
+    "tiny": ([50 + 37 * i % 750 for i in range(256)], 128, 53),
+    "tiny, narrow": ([50 + 37 * i % 750 for i in range(256)], 16, 28),
+    "fewer units than CTAs": ([50 + 37 * i % 750 for i in range(64)], 128, 19),
+    "long before short": ([32000] * 2 + [100 + 37 * i % 400 for i in range(60)], 128, 34),
+    "one very long": ([64000] + [500 + 37 * i % 1000 for i in range(30)], 128, 34),
+    "by a law": (np.exp(np.random.default_rng(1).uniform(4.6, 10.3, 64)).astype(int).tolist(), 128, 98),
+}
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_units_of_latents_are_shared_out_evenly(name):
+    """On a line of blocks alone the longest CTA had 94, 45, 30, 62, 47 and 133."""
+    lengths, heads, most = LATENT[name]
+    config = MlaKernelConfig(num_heads=heads, group=min(heads, 64), max_rows=min(heads, 64), page_size=64)
+    made = listed(config.list_of(len(lengths)), [(1, n) for n in lengths])
+    check_once(*made)
+    config, *_, info, cta, _ = made
+    pieces = [[hi - lo for _, lo, hi in pieces_of(cta[me], me, info, config)] for me in range(config.workers)]
+    assert config.unit_blocks == 6 and max(sum(blocks) + 6 * len(blocks) for blocks in pieces) <= most
+
+
 @pytest.mark.parametrize(("lengths", "most"), [([1000], 1), ([2000], 1), ([700, 1500, 900, 1200], 3), ([6000], 3)])
 def test_few_units_are_cut_into_one_piece_for_each_cta(lengths, most):
     """On the line most CTAs had two, each with its start and end."""
@@ -226,6 +277,26 @@ def test_requests_without_rows_cost_no_cta_a_piece(name):
     units = 2 * live * heads
     pieces = [len(list(pieces_of(cta[me], me, info, config))) for me in range(config.workers)]
     assert config.flat_list and max(pieces) <= units // config.workers + 2
+
+
+@pytest.mark.parametrize("piece_blocks", [0, 4])
+@pytest.mark.parametrize("name", ["ragged", "one long", "speculative, holes", "few CTAs"])
+def test_all_ctas_with_a_part_of_a_unit_but_the_last_merge_it(name, piece_blocks):
+    """One alone added up 66 parts of a long request."""
+    batch, pad, ctas = FLAT[name]
+    made = make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, piece_blocks=piece_blocks, unit_blocks=1)
+    config, *_, info, cta, _ = made
+    parts, helping = {}, {}
+    for me in range(ctas):
+        for unit, lo, hi in pieces_of(cta[me], me, info, config):
+            if hi > lo:
+                parts.setdefault(unit, []).append(me)
+        found = split_unit(config, jnp.asarray(info), jnp.asarray(cta), jnp.int32(me))
+        if found.exists:
+            tile = next(t for t in range(len(info)) if (info[t] == [found.column(i) for i in range(16)]).all())
+            helping.setdefault((tile, int(found.head)), []).append((int(found.helper), int(found.helpers)))
+    wanted = {unit: [(i, len(of) - 1) for i in range(len(of) - 1)] for unit, of in parts.items() if len(of) > 1}
+    assert helping == wanted
 
 
 @pytest.mark.parametrize("seed", range(16))

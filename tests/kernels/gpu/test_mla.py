@@ -103,7 +103,9 @@ def test_lowers_for_cuda(name):
     assert not supports_mla(config)
 
     def step(q, latents, ropes, table, starts, seqs, causal):
-        work = build_work_list(starts, seqs, 8, config.attention, causal if config.per_request_causal else None)
+        work = build_work_list(
+            starts, seqs, 8, config.list_of(len(seqs)), causal if config.per_request_causal else None
+        )
         return latent_attention(q, latents, None if config.whole_rows else ropes, table, work, config)
 
     dtype, page = jnp.dtype(config.cache_dtype), config.page_size
@@ -193,7 +195,7 @@ def test_is_attention_over_the_rows(name):
     args, (starts, seqs), requests = make_batch(lengths, config, pads)
     queries = np.asarray(args[0], np.float64)
     with interpreted():
-        work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config.attention)
+        work = build_work_list(jnp.asarray(starts), jnp.asarray(seqs), args[0].shape[0], config.list_of(len(seqs)))
         factors = None
         if config.is_decoded:  # powers of two: queries divided by them are exact
             factors = np.exp2(np.arange(args[0].shape[0] * config.num_heads) % 5 - 2).reshape(args[0].shape[:2])

@@ -96,4 +96,7 @@ def check_once(config, starts, seqs, tokens, info, cta, join):
         assert all(a[1] == b[0] for a, b in zip(done, done[1:], strict=False))
         if len(done) > 1:
             assert joins.pop(unit) == (done[0][2], done[-1][2]), "the merge must find exactly these CTAs"
+        if len(done) > 1 and config.flat_list:
+            for _, _, me in done[1:]:
+                assert tuple(cta[me, [wl.FROM, wl.UNTIL]]) == (done[0][2], done[-1][2]), "who merges inside the launch"
     assert not joins
