@@ -26,7 +26,7 @@ def choose_tile_rows(choices: int, dtype: str, matrices: Sequence[Shape], share:
     if not choices or not matrices:
         return 1
     experts, width = matrices[0][0], math.gcd(*(shape[2] for shape in matrices))
-    tile_rows = tile_rows_of(math.ceil(choices * share), experts, width)
+    tile_rows = tile_rows_of(math.ceil(choices * share), experts, width, math.prod(matrices[0][1:]))
     rows = padded_count(choices, experts, tile_rows)
     is_served = all(_choose(rows, dtype, shape, tile_rows) is not None for shape in matrices)
     return tile_rows if is_served else 1

@@ -106,16 +106,22 @@ def supports(config: ExpertProductConfig, *, chip: str = "sm_90") -> list[str]:
 
 
 SHARES = 0.31, 0.56, 0.79, 0.94, 1.06, 1.19, 1.43, 1.72  # assumed: rows of an expert over their mean, of eight
-COST_OF_A_TILE = 16
-"""In rows: what a tile costs besides its rows. On an H200 (2026-11-28) tiles of 128 and 192 take the same time for 2048
-and for 512 rows of an expert, tiles of 64 and 128 for 128 rows, and tiles of 8 to 32 for 16 rows."""
+COST_OF_A_TILE, COST_OF_A_LARGE_MATRIX, LARGE = 16, 40, 4 << 20
+"""In rows: what a tile costs besides its rows; where a matrix has more than LARGE numbers, which each tile reads, the
+second number. On an H200 tiles of 128 and 192 take the same time for 2048 and for 512 rows of an expert, tiles of 64
+and 128 for 128 rows, and tiles of 8 to 32 for 16 rows (2026-11-28). Of gpt-oss 20B 256 tokens take 389 us in tiles of
+64 and 455 in 32, 1024 505 in 128 and 542 in 64, of Mixtral 256 673 in 96 and 745 in 32; but of Granite 3B, whose
+matrices are small, 512 take 83 in 128 and 74 in 64 (2026-12-01; less or the same where some experts are preferred)."""
 
 
 @functools.lru_cache(maxsize=4096)
-def tile_rows_of(rows: int, experts: int, width: int) -> int:
-    """Rows of a tile for so many rows of all experts, without padding. width: divides the columns of every matrix."""
-    mean = rows / experts
-    cost = lambda tile: sum(-(-mean * share // tile) for share in SHARES) * (tile + COST_OF_A_TILE)
+def tile_rows_of(rows: int, experts: int, width: int, numbers: int) -> int:
+    """Rows of a tile for so many rows of all experts, without padding.
+
+    width: divides the columns of every matrix; numbers: of a matrix.
+    """
+    mean, besides = rows / experts, COST_OF_A_LARGE_MATRIX if numbers > LARGE else COST_OF_A_TILE
+    cost = lambda tile: sum(-(-mean * share // tile) for share in SHARES) * (tile + besides)
     return min((tile for tile in ROW_TILES if tile <= 128 or width % (2 * COLUMNS) == 0), key=cost)
 
 
