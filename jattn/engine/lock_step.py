@@ -18,7 +18,7 @@ import jax
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
-from jattn.engine import admission, callers, construction, interrupts, pretrained
+from jattn.engine import admission, callers, construction, interrupts, pretrained, program_key
 from jattn.engine.data_ranks import Tables
 from jattn.engine.engine import Engine, Prompt
 from jattn.engine.flights import Flights
@@ -83,7 +83,7 @@ class LockStepEngine(Engine):
         start = dict(
             model=_checksum(config), mesh=dict(mesh.shape),
             devices=[device.id for device in mesh.devices.flat], weights=fingerprint,
-            seed=secrets.randbits(63) if seed is None else seed, **_own_jax(), **_as_text(options),
+            seed=secrets.randbits(63) if seed is None else seed, **_own_code(), **_as_text(options),
         )  # fmt: skip
         agreed = _agree(processes, "start", start, free=("seed",) if seed is None else ())
         super().__init__(config, params, *args, mesh=mesh, seed=agreed["seed"], **options)
@@ -96,7 +96,7 @@ class LockStepEngine(Engine):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, *, processes: Processes, **options: Any) -> "LockStepEngine":
-        """As Engine.from_pretrained. Processes with other options, files or JAX end before they load a weight.
+        """As Engine.from_pretrained. Processes with other options, files or code end before they load a weight.
 
         Weights that are divided or quantised in another way would end in a collective operation that never ends.
         """
@@ -107,7 +107,7 @@ class LockStepEngine(Engine):
         given = dict(mesh=None) | {name: value for name, value in options.items() if name not in ("progress", "seed")}
         tokenizer = tokenizer_fingerprint(directory)  # each process looks for stop strings
         files = dict(model=_checksum(config), weights=fingerprint, tokenizer=tokenizer)
-        _agree(processes, "given", _own_jax() | _as_text(given) | files)  # files last: there is an option tokenizer
+        _agree(processes, "given", _own_code() | _as_text(given) | files)  # files last: there is an option tokenizer
         made = super().from_pretrained(directory, fingerprint=fingerprint, processes=processes, **options)
         assert isinstance(made, LockStepEngine)
         return made
@@ -253,9 +253,14 @@ def _checksum(config: Any) -> int:
     return zlib.crc32(repr(config).encode())
 
 
-def _own_jax() -> dict[str, Any]:
-    """What must be equal in the JAX of all processes."""
-    return dict(jax=jax.__version__) | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
+def _own_code() -> dict[str, Any]:
+    """What must be equal in all processes besides their options: processes that plan other steps, or compile other
+    programs, wait in their collectives for ever."""
+    try:
+        source = program_key.sources()[:12]
+    except program_key.NoKey as error:  # a file changed after this process read it
+        source = str(error)
+    return dict(jattn_source=source, jax=jax.__version__) | {name: getattr(jax.config, name) for name in JAX_SETTINGS}
 
 
 def _failed(what: str, process_id: int, error: Exception) -> EngineDeadError:

@@ -133,7 +133,7 @@ def _process() -> Any:
     if unknown := [entry for _, entry in registry.entries() if not str(entry).startswith("jattn.")]:
         raise NoKey(f"a backend that is not jattn's is registered: {unknown[0]}")
     settings = tuple((name, str(jax.config.values[name])) for name in _setting_names())
-    return _sources(), _machine(), registry.entries(), settings
+    return sources(), _machine(), registry.entries(), settings
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def _versions() -> list[str]:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """A hash of the source code; NoKey if a file changed after this process read it."""
     digest = hashlib.sha256()
     for package in (pathlib.Path(__file__).parents[1], pathlib.Path(pallas_kernels.__file__).parent):

@@ -13,7 +13,7 @@ import pytest
 from jax.errors import JaxRuntimeError
 
 from jattn import UnsupportedError, models
-from jattn.engine import Engine, LockStepEngine, SamplingParams, construction, pretrained
+from jattn.engine import Engine, LockStepEngine, SamplingParams, construction, pretrained, program_key
 from jattn.engine import processes as rules
 from jattn.engine.processes import Processes
 from jattn.errors import EngineDeadError
@@ -194,6 +194,23 @@ def test_settings_of_jax_that_change_the_programs_are_compared(processes):
         jax.default_matmul_precision("highest"),
         pytest.raises(ValueError, match="here jax_default_matmul_precision=highest and there None"),
     ):
+        engine(make(1), deterministic=True)
+
+
+def test_other_source_code_is_named(processes, monkeypatch):
+    """Processes whose schedulers plan other steps hung for ever, alive: each waited for the other's collective."""
+    make, _, _ = processes
+    engine(make(0), deterministic=True)
+    own = program_key.sources()
+    monkeypatch.setattr(program_key, "sources", lambda: "0" * 64)
+    with pytest.raises(ValueError, match=f"started differently: here jattn_source=000000000000 and there {own[:12]}$"):
+        engine(make(1), deterministic=True)
+
+    def changed():
+        raise program_key.NoKey("a.py changed after this process started")
+
+    monkeypatch.setattr(program_key, "sources", changed)
+    with pytest.raises(ValueError, match="here jattn_source=a.py changed after this process started and there "):
         engine(make(1), deterministic=True)
 
 

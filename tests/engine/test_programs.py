@@ -25,7 +25,7 @@ from tests.engine.test_warming import CONFIG, engine
 @pytest.fixture
 def unread():
     """The process is described anew in this test, and again after it."""
-    caches = program_key._machine, program_key._sources, program_key._setting_names
+    caches = program_key._machine, program_key.sources, program_key._setting_names
     for each in caches:
         each.cache_clear()
     yield
@@ -111,13 +111,13 @@ def test_the_source_code_is_in_the_key_but_not_the_rooms_above_the_engine(tmp_pa
             with open(copy / name, "a") as file:
                 file.write(text)
             os.utime(copy / name, (old, old))
-        program_key._sources.cache_clear()
-        hashes.append(program_key._sources())
+        program_key.sources.cache_clear()
+        hashes.append(program_key.sources())
     assert hashes[1] == hashes[2] and len(set(hashes)) == 3
     os.utime(copy / "gpu/new.py", (old + 99, old + 99))
-    program_key._sources.cache_clear()
+    program_key.sources.cache_clear()
     with pytest.raises(NoKey, match="changed after this process started"):
-        program_key._sources()
+        program_key.sources()
 
 
 def test_what_cannot_be_described_has_no_key(unread):
