@@ -31,7 +31,13 @@ def _do_not_fit(wrong: list[str]) -> str:
 
 
 def _is_float(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return _is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _is_array(leaf: Any) -> bool:
+    """Has it numbers? A jax.ShapeDtypeStruct, as jax.eval_shape returns, has none."""
+    has_numbers = not any(isinstance(part, jax.ShapeDtypeStruct) for part in jax.tree.leaves(leaf))
+    return has_numbers and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
 def adopt(params: Any) -> Any:
@@ -150,6 +156,6 @@ def _differences(old: Any, new: Any) -> list[str]:
 
 
 def _form(leaf: Any) -> str:
-    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+    if not _is_array(leaf):
         return type(leaf).__name__
     return f"{leaf.dtype}{list(leaf.shape)}"

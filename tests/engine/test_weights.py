@@ -200,6 +200,8 @@ def test_weights_of_another_form_are_refused_when_the_engine_is_made():
         (short, r"embed is float32\[63, 16\], not a float \[64, 16\]"),
         (whole, r"embed is int32\[64, 16\], not a float"),
         (params | {"embed": "x"}, "embed is str, not a float"),
+        (jax.eval_shape(lambda: params), "embed is ShapeDtypeStruct, not a float"),
+        (jax.eval_shape(lambda: models.quantise(params, "int8")), "embed is QuantisedArray, not a float"),
         (params | {"more": params["embed"]}, "more is unknown"),
         ({name: part for name, part in params.items() if name != "layers"}, "layers.0.attn.* is missing; and 6 more"),
         ([1], "embed is missing"),
@@ -207,3 +209,6 @@ def test_weights_of_another_form_are_refused_when_the_engine_is_made():
         with pytest.raises(ValueError, match=f"the weights do not fit this model: .*{seen}"):
             Engine(config, wrong, **SIZES)
     assert Engine(config, models.quantise(params, "int8"), **SIZES)
+    served = Engine(config, params, **SIZES)
+    with pytest.raises(ValueError, match=r"\['embed'\] is ShapeDtypeStruct, not float32.*; nothing was changed"):
+        served.update_weights(jax.eval_shape(lambda: params))
