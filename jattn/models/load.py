@@ -229,6 +229,8 @@ def _read_params(
     table = {path: source.stored_form(checkpoint.locations) for path, source in table.items()}
     _check_names(checkpoint, table, by_path, unused)
     place_of: Callable[..., Any] = sharding if callable(sharding) else lambda path, spec: sharding
+    if isinstance(sharding, jax.sharding.Mesh):  # it can be called, as a decorator
+        place_of = lambda path, spec: sharding
     places = {path: _checked_place(path, place_of(path, spec)) for path, spec in by_path.items()}
     begun, copying = _jax_context(), threading.Lock()
     firsts: dict[Any, str] = {}  # the first path of each array
@@ -261,7 +263,8 @@ def _read_params(
 
 
 def _checked_place(path: str, place: Any) -> jax.sharding.Sharding | None:
-    return check_kind(f"the sharding of {path}", place, (jax.sharding.Sharding, type(None)))
+    way_out = "on a mesh, pass ModelMesh.of(config, mesh).weight_sharding(config)"
+    return check_kind(f"the sharding of {path}", place, (jax.sharding.Sharding, type(None)), way_out)
 
 
 def _jax_context() -> Callable[[], contextlib.AbstractContextManager]:

@@ -53,6 +53,12 @@ def test_an_argument_of_another_type_is_refused_by_its_name(folder, wrong, words
         models.load(folder, **wrong)
 
 
+def test_a_mesh_is_no_sharding_though_it_can_be_called(folder):
+    where = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("tensor",))
+    with pytest.raises(TypeError, match=r"sharding of embed must be .*, got Mesh; on a mesh, pass ModelMesh.of"):
+        models.load(folder, sharding=where)
+
+
 def test_the_head_of_a_config_is_true_or_false(folder):
     with pytest.raises(ValueError, match="head='no' must be True or False"):
         models.load_config(folder, head="no")
