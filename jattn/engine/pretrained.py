@@ -92,9 +92,10 @@ def mesh_of(mesh: Mesh | None, **sizes: int) -> Mesh | None:
     devices = device.devices()
     devices_are_cpus = devices[0].platform == "cpu"
     if count > len(devices):
+        of_process = -(-count // jax.process_count())
         raise ValueError(
             f"{given}: {count} devices are needed, and JAX has {len(devices)}"
-            + (f"; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count={count}" * devices_are_cpus)
+            + (f"; for a trial: XLA_FLAGS=--xla_force_host_platform_device_count={of_process}" * devices_are_cpus)
         )
     shape, names = tuple(sizes[name] for name in MESH_AXES), tuple(MESH_AXES.values())
     return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=devices[:count])

@@ -10,7 +10,7 @@ import numpy as np
 
 from jattn.attention import PagedAttention
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.errors.arguments import as_array
+from jattn.errors.arguments import as_array, check_kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
@@ -69,6 +69,7 @@ def forward(
     args = (config, params, token_ids, caches, meta, logits_at, encoder_ids, backend, model_mesh)
     if model_mesh is None:
         return _forward(*args)
+    check_kind("model_mesh", model_mesh, ModelMesh, "make one with ModelMesh.of(config, mesh)")
     with model_mesh.context():
         caches, logits = _forward(*args)
         return model_mesh.kept_caches(caches), model_mesh.over_vocabulary(logits)

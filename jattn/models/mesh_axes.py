@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from jattn import device
 from jattn.errors import UnsupportedError
-from jattn.errors.arguments import check_kind
+from jattn.errors.arguments import check_kind, integer
 from jattn.models.config import LayerConfig, ModelConfig
 from jattn.models.moe import MoE
 from jattn.nn import AttentionConfig
@@ -44,15 +44,15 @@ def checked_sizes(sizes: Mapping[str, int]) -> tuple[int, ...]:
         raise ValueError(
             f'the mesh has the axes {tuple(sizes)}; they must be "tensor" and, if wanted, "data", "context"'
         )
-    return tuple(sizes.get(name, 1) for name in AXES)
+    return tuple(integer(1)(f"sizes[{name!r}]", sizes.get(name, 1)) for name in AXES)
 
 
 def ranks_of(mesh: Mesh) -> np.ndarray:
     """The devices by AXES, in order; an error if the mesh has others."""
     check_kind("mesh", mesh, Mesh, "make one with jax.sharding.Mesh(devices, axis_names)")
-    sizes = checked_sizes(mesh.shape)
     if not mesh.devices.size:
         raise ValueError(f"the mesh has no device: its axes are {dict(mesh.shape)}, and each must have one or more")
+    sizes = checked_sizes(mesh.shape)
     if len({d.id for d in mesh.devices.flat}) < mesh.devices.size:
         raise ValueError(f"the mesh has a device more than once: {[d.id for d in mesh.devices.flat]}")
     found = {d.platform for d in mesh.devices.flat}

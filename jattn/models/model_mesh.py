@@ -15,6 +15,7 @@ from jattn import device
 from jattn.attention import PagedAttention
 from jattn.backends import ContextParallel
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
+from jattn.errors.arguments import boolean, takes
 from jattn.mla import MLAAttention
 from jattn.mla_spec import MLASpec
 from jattn.models import mesh_axes
@@ -59,6 +60,7 @@ class ModelMesh:
     experts_over_data: bool = False  # each expert is on one data rank; False: each data rank has all of them
 
     @classmethod
+    @takes(expert_parallel=boolean)
     def of(cls, config: ModelConfig, mesh: Mesh, expert_parallel: bool = False) -> "ModelMesh":
         """For a model and a mesh with the axis "tensor", and perhaps the axes "data" and "context".
 
@@ -69,6 +71,7 @@ class ModelMesh:
         return cls(Mesh(devices.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(sizes)), expert_parallel)
 
     @classmethod
+    @takes(expert_parallel=boolean)
     def without_devices(
         cls, config: ModelConfig, sizes: Mapping[str, int], expert_parallel: bool = False
     ) -> "ModelMesh":
@@ -131,7 +134,11 @@ class ModelMesh:
             if ranks < min(num_kv_heads, self.tensor_ranks):
                 axes.append(name)
                 ranks *= self.mesh.shape[name]
-        assert ranks == min(num_kv_heads, self.tensor_ranks), "see mesh_axes"
+        if ranks != min(num_kv_heads, self.tensor_ranks):
+            raise ValueError(
+                f"{num_kv_heads} kv heads do not lie on the first axes of {dict(self.mesh.shape)}: this ModelMesh is "
+                "of another model; make one with ModelMesh.of and this model's config"
+            )
         return tuple(axes)
 
     @property

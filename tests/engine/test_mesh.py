@@ -470,12 +470,39 @@ def test_a_mesh_that_the_engine_cannot_use_is_refused():
             models.ModelMesh.of(models.config_of(COMMON | dict(model_type="llama")), other)
 
 
-def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path):
+@pytest.mark.parametrize("size", [0, -2, "4", 2.0, True])
+def test_a_plans_mesh_has_a_whole_number_of_devices(size):
+    """-2 was taken for 1."""
+    with pytest.raises(ValueError, match=r"sizes\['tensor'\]=.* must be a positive integer"):
+        models.ModelMesh.without_devices(LLAMA, dict(tensor=size))
+
+
+def test_experts_are_shared_by_data_ranks_or_not():
+    """The text "no" was true."""
+    makers = (models.ModelMesh.of, mesh(2, 2)), (models.ModelMesh.without_devices, dict(data=2, tensor=2))
+    for make, where in makers:
+        with pytest.raises(ValueError, match="expert_parallel='no' must be True or False"):
+            make(EXPERTS, where, expert_parallel="no")
+
+
+def test_a_forward_pass_takes_the_model_mesh_of_its_model():
+    run = functools.partial(models.forward, LLAMA, None, [1], (), None)
+    with pytest.raises(TypeError, match=r"model_mesh must be ModelMesh, got Mesh; make one with ModelMesh.of\(config"):
+        run(model_mesh=mesh(2))
+    other = models.ModelMesh.of(config_with(num_key_value_heads=4), mesh(4))
+    with pytest.raises(ValueError, match="2 kv heads do not lie on .* is of another model; make one with ModelMesh.of"):
+        other.weight_shardings(LLAMA)
+
+
+def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path, monkeypatch):
     tiny.write(tmp_path)
     with pytest.raises(ValueError, match="data_parallel=2 and tensor_parallel=64: 128 devices are .*_count=128"):
         Engine.from_pretrained(tmp_path, tensor_parallel=64, data_parallel=2)
     with pytest.raises(ValueError, match="not both"):
         Engine.from_pretrained(tmp_path, tensor_parallel=2, mesh=mesh(2))
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ValueError, match="63 devices are .*_count=16$"):  # of each process
+        Engine.from_pretrained(tmp_path, tensor_parallel=63)
 
 
 @pytest.mark.parametrize(
