@@ -228,6 +228,7 @@ def decode_context_parallel(
             check_kind("params", params, MLAParams if isinstance(spec, MLASpec) else AttentionParams)
         params = with_arrays(params) if isinstance(params, AttentionParams) else params
         run = in_program if is_traced(q) else mapped
-        return run(*_arrays(**dict(zip(names, (q, k, v), strict=True))), cache, BATCH("meta", meta), params)
+        parallel.check_of_all_ranks(BATCH("meta", meta))
+        return run(*_arrays(**dict(zip(names, (q, k, v), strict=True))), cache, meta, params)
 
     return step

@@ -71,6 +71,15 @@ class ContextParallel:
                 "meta.dcp_local_seq_lens is given, but with dcp_world_size=1 in parallel= this rank has every key"
             )
 
+    @staticmethod
+    def check_of_all_ranks(meta: CommonAttentionMetadata) -> None:
+        """ValueError if the batch has lengths of one rank's keys, but every rank gets this batch."""
+        if meta.dcp_local_seq_lens is not None:
+            raise ValueError(
+                "meta.dcp_local_seq_lens is of one rank, and each rank here computes its own from meta.seq_lens: leave "
+                "with_dcp out"
+            )
+
     def check_interleave(self, cache_spec: KVCacheSpec) -> None:
         """ValueError unless each rank's part of a block is whole runs of `interleave` tokens."""
         if self.dcp_world_size > 1 and cache_spec.block_size % self.interleave:
@@ -83,6 +92,11 @@ class ContextParallel:
         if self.dcp_world_size == 1:
             return None
         self.check_interleave(cache_spec)
+        if (ranks := lax.axis_size(self.dcp_axis)) != self.dcp_world_size:
+            raise ValueError(
+                f"dcp_world_size={self.dcp_world_size}, but the axis {self.dcp_axis!r} has {ranks} ranks: some keys "
+                "would be on none, or on two"
+            )
         return KeyShard(rank=self.dcp_rank(), world=self.dcp_world_size, interleave=self.interleave)
 
     @property

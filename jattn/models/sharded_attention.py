@@ -132,6 +132,7 @@ def _plan_partition(attn: AnyAttention) -> PartitionSpec:
 
 def _plans(attn: AnyAttention, mesh: Mesh | AbstractMesh, meta: CommonAttentionMetadata) -> Any:
     """The plan of a batch; with context ranks, the arrays of all of their plans, stacked."""
+    attn.parallel.check_of_all_ranks(meta)
 
     def on_rank(meta: CommonAttentionMetadata) -> Any:
         plan = attn.build(meta)

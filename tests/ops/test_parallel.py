@@ -13,6 +13,7 @@ import jattn
 from jattn.backends import ContextParallel
 from jattn.metadata import with_dcp
 from jattn.metadata.parallel import KeyShard
+from jattn.models.sharded_attention import ShardedAttention
 from jattn.ops import parallel as collectives
 from jattn.ops.state import AttentionState
 from jattn.parallel import decode_context_parallel, head_partition, tensor_parallel
@@ -338,3 +339,35 @@ def test_context_parallel_options_that_cannot_hold_are_refused_at_once():
         decode_context_parallel(spec, cache_spec, mesh(2), AXIS, interleave=3)
     with pytest.raises(ValueError, match="dtype='float16' decides nothing for an MLASpec.*leave it out"):
         decode_context_parallel(spec, cache_spec, mesh(2), AXIS, dtype="float16")
+
+
+@pytest.mark.parametrize("of_model", [False, True], ids=["one layer", "a model"])
+def test_lengths_of_one_rank_are_refused_where_every_rank_gets_the_batch(of_model):
+    """Each rank took them for its own, and keys of the others were not seen."""
+    meta = with_dcp(jattn.CommonAttentionMetadata.from_lengths([3, 1], [3, 1], [[1, 0], [2, 0]], 4), 2, 1)
+    step, arguments = small_step(decode_context_parallel, mesh(2))
+    if of_model:
+        attn = jattn.PagedAttention(
+            jattn.AttentionSpec(num_heads=4, head_dim=8), arguments[3].spec,
+            parallel=ContextParallel(dcp_axis=AXIS, dcp_world_size=2),
+        )  # fmt: skip
+        call = ShardedAttention(attn, arguments[3].spec, mesh(2), PartitionSpec(), ()).build
+    else:
+        call = functools.partial(step, *arguments[:4])
+    with pytest.raises(ValueError, match="meta.dcp_local_seq_lens is of one rank.*leave with_dcp out"):
+        call(meta)
+
+
+@pytest.mark.parametrize("make", ["sdpa", "mla_sdpa"])
+def test_an_axis_of_another_number_of_ranks_is_refused(make):
+    """The keys of ranks 2 and 3 of 4 were on none of the 2 that there were."""
+    parallel = ContextParallel(dcp_axis=AXIS, dcp_world_size=4)
+    if make == "sdpa":
+        spec = jattn.AttentionSpec(num_heads=2, head_dim=8)
+        cache_spec = jattn.KVCacheSpec(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8)
+        attn = jattn.PagedAttention(spec, cache_spec, make, parallel=parallel)
+    else:
+        attn = jattn.MLAAttention(latent.SPEC, jattn.mla_cache_spec(latent.SPEC, 8, 4), make, parallel=parallel)
+    meta = jattn.CommonAttentionMetadata.from_lengths([1], [9], [[1]], 16)
+    with pytest.raises(ValueError, match=r"dcp_world_size=4, but the axis 'ranks' has 2 ranks"):
+        jax.eval_shape(over(2, attn.build, PartitionSpec(), PartitionSpec()), meta)
