@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from jattn.backends.kernel import as_arrays
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.write import write_backward
+from jattn.cache.write import scales_of, write_backward
 from jattn.device import Chip
 from jattn.metadata.attention_type import keys_of, queries_of
 from jattn.metadata.batch import CommonAttentionMetadata
@@ -71,7 +71,7 @@ class CpuNativeImpl(AttentionImpl[CpuNativeMetadata]):
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: CpuNativeMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, written in place if the cache is donated."""
-        return _write(self, cache, k, v, m.slot_mapping, params)
+        return _write(self, cache, k, v, m.slot_mapping, scales_of(params))
 
     def config(self, q_dtype, kv_dtype: str, heads_first: bool = True) -> ops.NativeConfig:
         """The kernel's static arguments."""

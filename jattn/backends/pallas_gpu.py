@@ -30,7 +30,7 @@ from jattn.backends.kernel import PagedKernelBackend
 from jattn.backends.rswa import launches_of
 from jattn.backends.sdpa import cache_of_eight_bit_products, without_gradient_if_quantised
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.write import packed_as_pages, write_kv
+from jattn.cache.write import packed_as_pages, scales_of, write_kv
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.attention_type import keys_of
@@ -89,7 +89,7 @@ class PallasGpuImpl(AttentionImpl[PallasGpuMetadata]):
 
     def do_kv_cache_update(self, cache: PagedKV, k, v, m: PallasGpuMetadata, params: AttentionParams) -> PagedKV:
         """The same values as jattn.write_kv, for both pools in one launch, in place if the cache is donated."""
-        return write_pages(self.chip, cache, k, v, m.slot_mapping, params)
+        return write_pages(self.chip, cache, k, v, m.slot_mapping, scales_of(params))
 
     def rotate_update_and_forward(self, q, k, v, angles: Angles, cache: PagedKV, m: PallasGpuMetadata, params):
         """The same; in one kernel that rotates and writes, if rotate_write_sm90.py supports the layer."""

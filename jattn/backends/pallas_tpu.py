@@ -25,7 +25,7 @@ from jattn.backends.parallel import ContextParallel
 from jattn.backends.rswa import launches_of
 from jattn.backends.tpu_write import write_pages
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.cache.write import packed_as_pages
+from jattn.cache.write import packed_as_pages, scales_of
 from jattn.device import Chip
 from jattn.errors import UnsupportedError
 from jattn.metadata.attention_type import keys_of, queries_of
@@ -165,7 +165,7 @@ class PallasTpuImpl(AttentionImpl[PallasTpuMetadata]):
         self, cache: PagedKV, k: jax.Array, v: jax.Array, m: PallasTpuMetadata, params: AttentionParams
     ) -> PagedKV:
         """The same values as jattn.write_kv. tpu_write.reasons_against says where XLA's scatter writes them."""
-        return write_pages(self.chip, cache, k, v, m.slot_mapping, params)
+        return write_pages(self.chip, cache, k, v, m.slot_mapping, scales_of(params))
 
     def forward(self, q, cache: PagedKV, m: PallasTpuMetadata, params: AttentionParams) -> AttentionState:
         if m.shard is None:

@@ -83,6 +83,12 @@ def _put_in_lanes(as_list: jax.Array, rows: jax.Array, at: jax.Array) -> jax.Arr
     return jax.lax.scatter(as_list, place, rows, numbers, mode=jax.lax.GatherScatterMode.FILL_OR_DROP)
 
 
+def scales_of(params: AttentionParams) -> AttentionParams:
+    """What a write reads of params. A write with a gradient of its own takes no others: where only they are
+    differentiated it would be too, and a pool without a gradient would raise."""
+    return AttentionParams(k_scale=params.k_scale, v_scale=params.v_scale)
+
+
 def write_backward(saved, cotangent):
     """The gradient of a write by another kernel: that of write_kv. saved: (cache, k, v, slot_mapping, params)."""
     cache, k, v, slots, params = saved

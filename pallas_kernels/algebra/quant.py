@@ -18,9 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 
+@jax.custom_jvp
 def _round_half_away(x: jax.Array) -> jax.Array:
     """f32 integers: 0.5 becomes 1 and -0.5 becomes -1."""
     return jnp.trunc(x + jnp.copysign(jnp.float32(0.5), x))
+
+
+@_round_half_away.defjvp
+def _round_half_away_jvp(primals, tangents):
+    raise NotImplementedError(
+        "an int8 cache has no gradient: integers have no derivative; make it with dtype float32, bfloat16 or float16 "
+        "to differentiate through a write"
+    )
 
 
 def _decode_bfloat16(bits: jax.Array) -> jax.Array:

@@ -165,6 +165,43 @@ def test_a_sharper_soft_cap_has_a_smaller_gradient():
     assert attention.attend_one(q, k, k, q_pos=[1], scale=1.0)[0].shape == (1, 1, 2)
 
 
+# ---------------------------------------------------------------------- through a write to integers
+def _through_a_write(backend, dtype, quant):
+    """A function of q, k and sinks: attention after a write to such a cache, as a CPU stores it; its arguments."""
+    spec = jattn.AttentionSpec(num_heads=2, num_kv_heads=1, head_dim=8, has_sinks=True)
+    cache_spec = jattn.KVCacheSpec(num_blocks=2, block_size=8, num_kv_heads=1, head_dim=8, dtype=dtype, quant=quant)
+    attn, cache = jattn.PagedAttention(spec, cache_spec, backend=backend), jattn.empty_cache(cache_spec, storage="bits")
+    plan = attn.build(jattn.CommonAttentionMetadata.from_lengths([5], [5], [[1]], 8))
+    rng = np.random.default_rng(0)
+    q, k, v, sinks = (jnp.asarray(rng.normal(size=n), jnp.float32) for n in ((5, 2, 8), (5, 1, 8), (5, 1, 8), 2))
+
+    def result(q, k, sinks):
+        return jnp.sum(attn(q, k, v, cache, plan, jattn.AttentionParams(sinks=sinks))[1].out ** 2)
+
+    return result, (q, k, sinks)
+
+
+@pytest.mark.parametrize("quant", ["per_head", "per_token_head"])
+@pytest.mark.parametrize("backend", ["sdpa", "cpu_native"])
+def test_a_write_to_int8_refuses_a_gradient_instead_of_giving_a_part_of_it(backend, quant):
+    """Rounding has the derivative 0: through the token scales alone, a gradient had a fifth of its size."""
+    result, args = _through_a_write(backend, "int8", quant)
+    with pytest.raises(NotImplementedError, match="int8 cache has no gradient"):
+        jax.grad(result, argnums=1)(*args)
+
+
+@pytest.mark.parametrize(("dtype", "quant"), [("bfloat16", "none"), ("int8", "per_token_head")])
+@pytest.mark.parametrize("backend", ["sdpa", "cpu_native", "split"])
+def test_what_is_not_written_has_a_gradient_beside_such_a_write(backend, dtype, quant):
+    """The write of cpu_native took all params, so a gradient of the sinks was one of the write, too."""
+    result, args = _through_a_write(backend, dtype, quant)
+    dq, dsinks = jax.grad(result, argnums=(0, 2))(*args)
+    step = lambda i, by: [x + by if i == j else x for j, x in enumerate(args)]
+    for i, found in ((0, dq), (2, dsinks)):
+        wanted = (result(*step(i, 0.05)) - result(*step(i, -0.05))) / 0.1
+        np.testing.assert_allclose(jnp.sum(found), wanted, rtol=0.02, atol=2e-3)
+
+
 # ---------------------------------------------------------------------- outside jit
 def _packed_door():
     """(a function of q, k and v; its arguments)"""
