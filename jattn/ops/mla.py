@@ -266,7 +266,7 @@ def with_gradient_of(plain: Callable, constants: int = 1) -> Callable:
             dq, dcache, *dothers = jax.vjp(compute, q, cache, *others)[1](cotangent)
             return dq, dcache, None, *dothers
 
-        call.defvjp(lambda *args: (function(*args), args[constants:]), backward)
+        call.defvjp(lambda *args: (call(*args), args[constants:]), backward)
         return call
 
     return decorated

@@ -176,6 +176,26 @@ def test_the_native_gradient_is_that_of_the_plain_backend(reading, given):
 
 
 @needs_library
+@pytest.mark.parametrize("reading", ["forward_mqa", "prefill_mha"])
+def test_the_second_derivative_is_that_of_the_plain_backend(reading):
+    """The first one's forward pass was the C++ call itself, which JAX cannot differentiate again."""
+    meta = jattn.CommonAttentionMetadata.from_lengths([1, 2], [6, 3], PLAIN.table()[:2], S)
+    cache_spec, q, direction = PLAIN.mla.cache_spec, normal(34, 3, 3, 20), normal(35, 3, 3, 20)
+    cache = jattn.PagedKV.from_logical(cache_spec, normal(31, 32, S, 1, 8), normal(32, 32, S, 1, 24))
+    found = []
+    for backend in ("mla_sdpa", "mla_cpu_native"):
+        mla = MLAAttention(SPEC, cache_spec, backend)
+
+        def slope(q, mla=mla):
+            loss = lambda q: jnp.sum(jnp.sin(getattr(mla, reading)(q, cache, mla.build(meta), PLAIN.params).out))
+            return jnp.sum(jax.grad(loss)(q) * direction)
+
+        found.append(jax.jit(jax.grad(slope))(q))
+    np.testing.assert_allclose(*found, atol=2e-5)
+    assert np.abs(found[0]).max() > 1e-3
+
+
+@needs_library
 def test_auto_takes_the_native_kernel_on_a_cpu_and_the_plain_one_for_what_it_refuses():
     cache_spec = PLAIN.mla.cache_spec
     assert MLAAttention(SPEC, cache_spec, platform="cpu").backend_name == "mla_cpu_native"
