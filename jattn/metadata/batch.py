@@ -260,6 +260,8 @@ class CommonAttentionMetadata:
 
     def positions(self) -> jax.Array:
         """i32[T] the position of each token in its request: the new tokens are the last ones. 0 for padding tokens."""
+        if not self.max_num_reqs:
+            return jnp.zeros(self.num_tokens, jnp.int32)
         req = self.token_to_req()
         start = jnp.asarray(self.query_start_loc)[:-1]
         first = self.num_computed_tokens() - start
@@ -350,6 +352,8 @@ class CommonAttentionMetadata:
                 f"max_query_len={self.max_query_len} must be 1; only a decode batch can advance token by token"
             )
         check_block_size(self, block_size)
+        if not self.max_num_reqs:
+            return self
         seq_lens = self.seq_lens + self.query_lens()
         req = self.token_to_req()
         slots = slots_of(jnp.asarray(self.block_table), req, (seq_lens - 1)[req], block_size)

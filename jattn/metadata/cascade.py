@@ -149,7 +149,9 @@ def _groups(prefixes, num_live: int) -> list[list[tuple[int, int]]]:
     for i, level in enumerate(levels):
         name = "prefixes" if one else f"prefixes[{i}]"
         if not isinstance(level, (list, tuple)):
-            groups.append([(num_live, integer(0)(name, level))])
+            tokens = integer(0)(name, level)
+            if num_live:  # else the level has no group, and is left out
+                groups.append([(num_live, tokens)])
             continue
         if not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in level):
             raise ValueError(f"{name}={short(level)} must be a number of tokens, or pairs (num_requests, tokens)")

@@ -95,5 +95,6 @@ def attend_over(
 
 def angles_of(rope: Rope, batch: CommonAttentionMetadata) -> Angles:
     """Rotary angles of a batch's tokens; they depend only on each token's position and its request's final length."""
+    batch = batch if batch.max_num_reqs else batch.padded(batch.num_tokens, 1)
     lengths = jnp.asarray(batch.final_lens())[batch.token_to_req()] if rope.scaling.needs_lengths else None
     return rope.angles(batch.positions(), lengths)

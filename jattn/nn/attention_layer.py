@@ -262,7 +262,7 @@ def rows_apart(config: AttentionConfig, rows: jax.Array) -> tuple:
 def by_heads(config: AttentionConfig, rows: tuple) -> tuple:
     """The rows [T, width] of q, k and v -> (q [T H D], k [T K D], v [T K V]); None stays None."""
     heads = (config.spec.num_heads, config.spec.num_kv_heads, config.spec.num_kv_heads)
-    return tuple(None if y is None else y.reshape(y.shape[0], n, -1) for y, n in zip(rows, heads, strict=True))
+    return tuple(None if y is None else y.reshape(-1, n, y.shape[1] // n) for y, n in zip(rows, heads, strict=True))
 
 
 def params_of(config: AttentionConfig, weights: dict) -> AttentionParams:
@@ -278,7 +278,7 @@ def params_of(config: AttentionConfig, weights: dict) -> AttentionParams:
 
 def _heads_joined(state: AttentionState, dtype) -> jax.Array:
     """The attention output [T H V] as [T, H * V] in the dtype of the hidden states."""
-    return state.out.reshape(state.out.shape[0], -1).astype(dtype)
+    return state.out.reshape(-1, state.out.shape[1] * state.out.shape[2]).astype(dtype)
 
 
 def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, angles: Angles | None) -> jax.Array:
@@ -288,7 +288,7 @@ def _norm_and_rotate(config: AttentionConfig, norm_weights: dict, x: jax.Array, 
         if config.qk_norm is None:
             return y
         if config.qk_norm_all_heads:
-            return config.qk_norm(norm_weights, y.reshape(y.shape[0], -1)).reshape(y.shape)
+            return config.qk_norm(norm_weights, y.reshape(-1, y.shape[1] * y.shape[2])).reshape(y.shape)
         if config.qk_norm_scale_per_head:
             return jax.vmap(config.qk_norm, in_axes=(0, 1), out_axes=1)(norm_weights, y)
         return config.qk_norm(norm_weights, y)

@@ -89,7 +89,8 @@ def project_and_attend_latent(
     if config.temperature_tuning is not None:
         q = temperature_tuned(q, positions, config.temperature_tuning, config.temperature_tuning_offset)
     cache, state = attend(q, kv_c, k_pe, latent_params_of(weights))
-    return cache, multiply(weights, ("o",), state.out.reshape(x.shape[0], -1).astype(x.dtype))[0]
+    out = state.out.reshape(-1, config.spec.num_heads * config.spec.v_head_dim).astype(x.dtype)
+    return cache, multiply(weights, ("o",), out)[0]
 
 
 def project_latent(
@@ -102,7 +103,7 @@ def project_latent(
     else:
         q, row = multiply(weights, ("q_a", "kv_a"), x)
         q = multiply(weights, ("q_b",), config.norm(weights["q_a_norm"], q))[0]
-    nope, rope = jnp.split(q.reshape(x.shape[0], spec.num_heads, -1), [spec.qk_nope_head_dim], axis=-1)
+    nope, rope = jnp.split(q.reshape(-1, spec.num_heads, spec.qk_head_dim), [spec.qk_nope_head_dim], axis=-1)
     kv_c, k_pe = jnp.split(row, [spec.kv_lora_rank], axis=-1)
     kv_c = config.norm(weights["kv_a_norm"], kv_c)
     kv_c = kv_c if config.kv_factor == 1 else kv_c * jnp.asarray(config.kv_factor, kv_c.dtype)

@@ -41,12 +41,21 @@ def test_no_request_is_a_batch_like_another(backend, tokens, requests):
     assert not np.asarray(state.out).any() and np.isneginf(state.lse).all()
 
 
-def test_no_request_passes_through_the_batch_s_utilities():
-    meta = BUILD([], [], np.zeros((0, 2), np.int32), 4)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_no_request_passes_through_the_batch_s_utilities(tokens):
+    meta = BUILD([], [], np.zeros((0, 2), np.int32), 4, num_tokens=tokens)
     assert jattn.split_decodes_and_prefills(meta) == (0, 0, 0, 0)
     assert vllm.split_prefill_chunks([], 4) == [] and metadata.compute_mm_prefix_range_tensor([]).shape == (0, 0, 2)
     assert jattn.reorder_batch_to_split_decodes_and_prefills(meta)[0].shape == (0,)
-    assert meta.padded(4, 2).max_num_reqs == 2 and meta.positions().shape == meta.token_to_req().shape == (0,)
+    assert meta.padded(4, 2).max_num_reqs == 2 and meta.positions().shape == meta.token_to_req().shape == (tokens,)
+    assert meta.advanced(4) is vllm.draft_metadata(meta, 1, 4) is meta
+    assert vllm.apply_permutation(meta, []).num_tokens == tokens
+    batches, tables = jattn.make_local_attention_virtual_batches(4, meta, 4)
+    assert batches.num_reqs == 0 and not tables(meta.block_table).any()
+    assert not jattn.get_scheduler_metadata(meta, SPEC).num_items
+    assert all((x == -1).all() for x in vllm.get_batch_indices_positions([0], [], tokens))
+    (level,) = jattn.cascade_levels(meta, 4, 4)
+    assert not np.asarray(jattn.cascade_attention(jnp.ones((tokens, 4, 8)), filled(), [level], SPEC).out).any()
     assert jattn.get_dcp_local_seq_lens([], 2).shape == (0, 2)
     assert jattn.merge(jattn.AttentionState.empty(0, 2, 4)).out.shape == (0, 2, 4)
     assert jattn.copy_blocks(filled(), np.zeros((0, 2), np.int32)).k.shape == filled().k.shape

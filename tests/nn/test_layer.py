@@ -57,6 +57,16 @@ def empty(layer: AttentionConfig) -> jattn.PagedKV:
 run = functools.partial(jax.jit, static_argnames=("config", "backend"))(apply_attention)
 
 
+@pytest.mark.parametrize("sizes", [{}, dict(num_tokens=3)])
+@pytest.mark.parametrize("layer", [ALL_HEADS, EACH_HEAD, ENCODER])
+def test_a_batch_without_requests(layer, sizes):
+    """A size of 0 has no -1 beside it: reshape raised ZeroDivisionError."""
+    meta = batch([], [], np.zeros((0, 1), np.int32), **sizes)
+    for cache in (None, empty(layer)):
+        _, y = run(layer, weights_of(layer), np.ones((meta.num_tokens, HIDDEN), np.float32), meta, cache)
+        assert y.shape == (meta.num_tokens, HIDDEN) and np.isfinite(y).all()
+
+
 def textbook(layer: AttentionConfig, weights, x, keys_from=None) -> np.ndarray:
     exact = functools.partial(jax.tree.map, lambda w: np.asarray(w, np.float64))
     at, options = np.arange(len(x)), dict(keys_from=None if keys_from is None else exact(keys_from))

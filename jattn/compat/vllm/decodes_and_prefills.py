@@ -190,6 +190,8 @@ def token_permutation(meta: CommonAttentionMetadata, perm):
     old = xp.asarray(meta.query_start_loc)
     new = starts_of((old[1:] - old[:-1])[perm], xp)
     token = xp.arange(meta.num_tokens, dtype=xp.int32)
+    if not perm.shape[0]:
+        return token
     req = segment_of(new[1:], meta.num_tokens, xp)
     moved = old[:-1][perm][req] + token - new[:-1][req]
     return xp.where(token < new[-1], moved, token)

@@ -37,6 +37,8 @@ def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) 
     if meta.max_query_len != 1:
         raise ValueError(f"{meta.max_query_len=} must be 1: drafts are decode batches; make the first with next_decode")
     check_block_size(meta, block_size)
+    if not meta.max_num_reqs:
+        return meta
     query = meta.query_lens()
     seq_lens = jnp.asarray(meta.seq_lens) + query * draft_index
     req = meta.token_to_req()

@@ -34,6 +34,8 @@ class BlockTableRemap:
             raise ValueError(f"block_table.shape={tuple(block_table.shape)} must have at least one column")
         xp = array_module(block_table, self.req)
         table = xp.asarray(block_table)
+        if not table.shape[0]:
+            return xp.full(self.column.shape, NULL_BLOCK_ID, xp.int32)
         pages = table[self.req[:, None], xp.minimum(self.column, table.shape[1] - 1)]
         return xp.where(self.live[:, None], pages, NULL_BLOCK_ID).astype(xp.int32)
 
@@ -134,6 +136,8 @@ def _virtual(chunk: int, query_start_loc, seq_lens, block_size: int, capacity: i
     """(query lengths, key lengths, remap, count) of `capacity` virtual batches; those from `count` on are empty."""
     xp = array_module(query_start_loc, seq_lens)
     start, k = xp.asarray(query_start_loc, xp.int32), xp.asarray(seq_lens, xp.int32)
+    if not k.shape[0]:  # one request without tokens
+        start, k = xp.zeros(2, xp.int32), xp.zeros(1, xp.int32)
     q = start[1:] - start[:-1]
     first = xp.minimum(chunk - (k - q) % chunk, q)  # queries in the first chunk
     last = chunk + k % -chunk  # keys in the last chunk, 1 .. chunk

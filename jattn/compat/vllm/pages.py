@@ -88,6 +88,8 @@ def get_batch_indices_positions(append_indptr, seq_lens, nnz: int):
     xp = array_module(append_indptr, seq_lens)
     indptr = xp.asarray(append_indptr, xp.int32)
     token = xp.arange(nnz, dtype=xp.int32)
+    if not seq_lens.shape[0]:
+        return xp.full_like(token, -1), xp.full_like(token, -1)
     req = segment_of(indptr[1:], nnz, xp)
     position = xp.asarray(seq_lens, xp.int32)[req] + token - indptr[1:][req]
     live = token < indptr[-1]

@@ -40,6 +40,7 @@ def get_scheduler_metadata(
         raise UnsupportedError(
             "a work list has one range of keys for each tile: no use_mm_prefix, no use_rswa; use backend='sdpa'"
         )
+    meta = meta if meta.max_num_reqs else meta.padded(meta.num_tokens, 1)
     plan = schedule_plan(
         spec,
         num_workers=num_workers,
