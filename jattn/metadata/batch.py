@@ -352,6 +352,7 @@ class CommonAttentionMetadata:
                 f"max_query_len={self.max_query_len} must be 1; only a decode batch can advance token by token"
             )
         check_block_size(self, block_size)
+        check_grows(self)
         if not self.max_num_reqs:
             return self
         seq_lens = self.seq_lens + self.query_lens()
@@ -388,6 +389,15 @@ def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "
             f"its slots are in other blocks; make the batch with block_size={block_size}"
         )
     return block_size
+
+
+def check_grows(meta: CommonAttentionMetadata) -> None:
+    """ValueError if a field counts the keys of this step only: with one more token it would hide the last key."""
+    if meta.dcp_local_seq_lens is not None:
+        raise ValueError(
+            "meta.dcp_local_seq_lens counts this step's keys: give the next batch its own, or leave it None, and each "
+            "rank counts its keys itself"
+        )
 
 
 def in_int32(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:

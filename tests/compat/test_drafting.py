@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jattn.compat.vllm import draft_metadata, next_decode, update_block_table
-from jattn.metadata import CommonAttentionMetadata
+from jattn.metadata import CommonAttentionMetadata, with_dcp
 from tests.metadata.batches import BLOCK, REQS, assert_same, lengths, padded, plain
 
 _draft = jax.jit(lambda meta, i: draft_metadata(meta, i, BLOCK))
@@ -45,6 +45,14 @@ def test_after_any_batch_every_request_decodes_one_token(batch):
 def test_drafts_start_from_a_decode_batch():
     with pytest.raises(ValueError, match="drafts are decode batches; make the first with next_decode"):
         draft_metadata(plain([2], [4]), 1, BLOCK)
+
+
+def test_the_keys_of_a_rank_are_not_those_of_the_next_step():
+    """The lengths grew and dcp_local_seq_lens did not, so the newest keys were on no rank."""
+    meta = with_dcp(plain([1, 1], [5, 8]), 2, 0)
+    for advance in (meta.advanced, lambda size: draft_metadata(meta, 1, size), lambda size: next_decode(meta, size)):
+        with pytest.raises(ValueError, match="counts this step's keys"):
+            advance(BLOCK)
 
 
 def test_another_groups_pages_change_nothing_else():

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from jattn.errors.arguments import integer, integers, reals, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size, check_grows
 from jattn.types import PAD_SLOT_ID
 from pallas_kernels.algebra.paging import slots_of
 
@@ -37,6 +37,7 @@ def draft_metadata(meta: CommonAttentionMetadata, draft_index, block_size: int) 
     if meta.max_query_len != 1:
         raise ValueError(f"{meta.max_query_len=} must be 1: drafts are decode batches; make the first with next_decode")
     check_block_size(meta, block_size)
+    check_grows(meta)
     if not meta.max_num_reqs:
         return meta
     query = meta.query_lens()
