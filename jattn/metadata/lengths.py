@@ -79,10 +79,13 @@ def mm_prefix_ranges_of(ranges, num_live: int, rows: int) -> np.ndarray:
         raise ValueError(
             f"mm_prefix_ranges={short(ranges)} must have {num_live} entries, as query_lens: one list for each request"
         )
-    is_table = isinstance(ranges, np.ndarray) and ranges.ndim == 3
-    table = as_array("mm_prefix_ranges", ranges, "integers") if is_table else compute_mm_prefix_range_tensor(ranges)
-    if table.shape[2] != 2:
-        raise ValueError(f"mm_prefix_ranges.shape={table.shape} must be [{num_live}, n, 2]: pairs (first, last)")
+    if getattr(ranges, "ndim", 0):
+        table = np.asarray(as_array("mm_prefix_ranges", ranges, "integers", (3,), TRACED_WAY_OUT))
+        if table.shape[2] != 2:
+            raise ValueError(f"mm_prefix_ranges.shape={table.shape} must be [{num_live}, n, 2]: pairs (first, last)")
+        _check_spans([[(int(a), int(b)) for a, b in row if a < b] for row in table])
+    else:
+        table = compute_mm_prefix_range_tensor(ranges)
     return np.concatenate([table, np.zeros((rows - num_live, *table.shape[1:]), np.int32)])
 
 
@@ -164,12 +167,19 @@ def compute_mm_prefix_range_tensor(ranges, num_reqs: int | None = None, max_rang
             f"ranges: {len(ranges)} requests with {[len(r) for r in ranges]} ranges "
             f"do not fit [{rows}, {width}, 2], num_reqs and max_ranges"
         )
+    _check_spans(ranges)
     out = np.zeros((rows, width, 2), np.int32)
     for r, pairs in enumerate(ranges):
-        for i, (first, last) in enumerate(pairs):
+        for i, pair in enumerate(pairs):
+            out[r, i] = pair
+    return out
+
+
+def _check_spans(ranges) -> None:
+    """ValueError unless the (first, last) pairs of each request are spans of positions that do not overlap."""
+    for r, pairs in enumerate(ranges):
+        for first, last in pairs:
             if not 0 <= first <= last:
                 raise ValueError(f"request {r}: range ({first}, {last}) must be 0 <= first <= last, both inclusive")
-            out[r, i] = first, last
         if any(a[1] >= b[0] for a, b in pairwise(sorted(pairs))):
             raise ValueError(f"request {r}: ranges {sorted(pairs)} overlap; a token may be in one span only")
-    return out

@@ -31,3 +31,19 @@ def test_bad_ranges_are_refused():
         compute_mm_prefix_range_tensor([[(4, 6), (1, 4)]])
     with pytest.raises(ValueError, match=r"do not fit \[1, 1, 2\]"):
         compute_mm_prefix_range_tensor([[(0, 1), (2, 3)]], max_ranges=1)
+
+
+def test_an_array_of_ranges_is_held_to_the_same():
+    """Of two spans of one token the second was ignored; the same ranges in lists were refused."""
+    build = lambda ranges: plain([2], [9], mm_prefix_ranges=ranges).mm_prefix_ranges.tolist()
+    for array in (np.array([[[1, 4], [0, 0]]]), jax.numpy.array([[[1, 4], [3, 2]]])):
+        assert build(array) == array.tolist()
+    for array, words in (
+        (np.array([[[0, 4], [4, 8]]]), r"request 0: ranges \[\(0, 4\), \(4, 8\)\] overlap"),
+        (np.array([[[-3, 5]]]), r"range \(-3, 5\) must be 0 <= first"),
+        (np.zeros((1, 2, 3), int), r"must be \[1, n, 2\]"),
+        (np.zeros((1, 2), int), "must have 3 axes of integers"),
+        (np.zeros((1, 2, 2)), "must be an integer type"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            build(array)
