@@ -2,6 +2,9 @@
 
 If the lengths of the batch are not known while it is traced, both passes choose between cuDNN and the reference on the
 device: cuDNN aligns the first query of a request with its first key.
+
+A second derivative is that of the reference. JAX takes it through the rules of `attend`, so what they compute by cuDNN,
+which has no derivative of its own, are functions with rules: `_with_statistics` and `_gradient`.
 """
 
 import functools
@@ -74,6 +77,26 @@ def attend(impl: PackedKernel, q, k, v, meta: CommonAttentionMetadata, params: A
 def _forward(impl: PackedKernel, q, k, v, meta, params):
     """By cuDNN, so that its backward pass has what it needs and nothing is computed twice."""
     q, k, v, meta, params = _primals((q, k, v, meta, params))
+    found: Any = _with_statistics(impl, q, k, v, meta, params)
+    state, statistics = found
+    return state, (q, k, v, meta, params, state.out, statistics)
+
+
+def _backward(impl: PackedKernel, saved, cotangent: AttentionState):
+    """A gradient of lse is that of the reference: cuDNN has none."""
+    q, k, v, meta, params, out, statistics = saved
+    filled = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
+    grads: Any
+    if _is_symbolic_zero(cotangent.lse):
+        grads = _gradient(impl, q, k, v, meta, params, out, statistics, filled)
+    else:
+        grads = _of_reference(impl, q, k, v, meta, params, filled)
+    return *grads, None, None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_statistics(impl: PackedKernel, q, k, v, meta, params) -> Any:
+    """(state, what cuDNN's backward pass needs besides; zeros where it is not right for the batch)"""
 
     def by_cudnn():
         return cudnn.forward(impl.spec, q, k, v, meta, impl.lengths)
@@ -82,27 +105,40 @@ def _forward(impl: PackedKernel, q, k, v, meta, params):
         _, statistics = jax.eval_shape(by_cudnn)
         return impl.forward_copied(q, k, v, meta, params), jnp.zeros(statistics.shape, statistics.dtype)
 
-    state, statistics = _where_cudnn_is_right(impl, meta, by_cudnn, by_kernel)
-    return state, (q, k, v, meta, params, state.out, statistics)
+    return _where_cudnn_is_right(impl, meta, by_cudnn, by_kernel)
 
 
-def _backward(impl: PackedKernel, saved, cotangent: AttentionState):
-    """A gradient of lse is that of the reference: cuDNN has none."""
-    q, k, v, meta, params, out, statistics = saved
+def _derivative_of_state(impl: PackedKernel, saved, cotangent):
+    """The statistics are used by `_gradient` alone, which has a derivative of its own."""
+    q, k, v, meta, params = saved
+    return *_of_reference(impl, q, k, v, meta, params, cotangent[0]), None, None
 
-    def of_reference():
-        filled = jax.tree.map(_instantiated, cotangent, is_leaf=_is_symbolic_zero)
-        dq, (dk, dv), _ = packed_gradient(impl.spec, meta, (q, (k, v), params), filled)
-        return dq, dk, dv
 
-    def of_cudnn():
-        return cudnn.backward(impl.spec, q, k, v, meta, impl.lengths, out, statistics, _instantiated(cotangent.out))
+_with_statistics.defvjp(lambda impl, *args: (_with_statistics(impl, *args), args), _derivative_of_state)
 
-    if _is_symbolic_zero(cotangent.lse):
-        grads = _where_cudnn_is_right(impl, meta, of_cudnn, of_reference)
-    else:
-        grads = of_reference()
-    return *grads, None, None
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradient(impl: PackedKernel, q, k, v, meta, params, out, statistics, cotangent) -> Any:
+    """(dq, dk, dv) for a cotangent whose lse is zero."""
+    of_cudnn = lambda: cudnn.backward(impl.spec, q, k, v, meta, impl.lengths, out, statistics, cotangent.out)
+    return _where_cudnn_is_right(impl, meta, of_cudnn, lambda: _of_reference(impl, q, k, v, meta, params, cotangent))
+
+
+def _second_derivative(impl: PackedKernel, saved, cotangents):
+    """Of `_gradient`, whose values depend on out and statistics only by q, k and v."""
+    q, k, v, meta, params, cotangent = saved
+    of = lambda q, k, v, cotangent: _of_reference(impl, q, k, v, meta, params, cotangent)
+    dq, dk, dv, dcotangent = jax.vjp(of, q, k, v, cotangent)[1](cotangents)
+    return dq, dk, dv, None, None, None, None, dcotangent
+
+
+_gradient.defvjp(lambda impl, *args: (_gradient(impl, *args), (*args[:5], args[-1])), _second_derivative)
+
+
+def _of_reference(impl: PackedKernel, q, k, v, meta, params, cotangent) -> tuple[jax.Array, ...]:
+    """(dq, dk, dv)"""
+    dq, (dk, dv), _ = packed_gradient(impl.spec, meta, (q, (k, v), params), cotangent)
+    return dq, dk, dv
 
 
 def _where_cudnn_is_right(impl: PackedKernel, meta: CommonAttentionMetadata, yes: Callable, no: Callable):

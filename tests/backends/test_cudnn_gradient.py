@@ -1,6 +1,7 @@
 """The gradient of packed attention on the GPU: what is given to cuDNN, and when. cuDNN itself is replaced here."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jattn.backends import cudnn, cudnn_gradient
 from jattn.backends.pallas_gpu import PallasGpuImpl
 from jattn.backends.sdpa import SdpaImpl
 from jattn.device import Chip
+from jattn.ops.gradient import forward_only
 from jattn.spec import AttentionParams
 from tests.backends import cudnn_by_its_documentation
 
@@ -181,6 +183,30 @@ def test_a_gradient_of_lse_is_that_of_sdpa(impl):
 
     got, want = (jax.grad(lambda q: loss(who, q))(q) for who in (impl(spec), SdpaImpl(spec, None, HOPPER)))  # noqa: B023
     np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.03)
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "known"])
+@pytest.mark.parametrize("lens, pad", [([8, 8], 0), ([5, 9], 2)], ids=["equal", "padded"])
+def test_a_second_derivative_is_that_of_sdpa(impl, monkeypatch, lens, pad, traced):
+    """What cuDNN computes has no derivative."""
+    for name in ("forward", "backward"):
+        once = getattr(cudnn, name)
+        opaque = lambda spec, q, *args, once=once: once(spec, forward_only(q, "cuDNN"), *args)
+        monkeypatch.setattr(cudnn, name, opaque)
+    spec, meta = jattn.AttentionSpec(**LAYER), batch(lens, pad=pad, traced=traced)
+    q, k, v, dout = inputs(sum(lens) + pad, sum(lens) + pad, dtype=jnp.float16)
+
+    def squares(who, q, k, v):
+        attend = lambda *x: who.for_batch(meta).forward_packed(*x, meta, AttentionParams()).out  # noqa: E731
+        grads = jax.vjp(attend, q, k, v)[1](dout)
+        return sum((x.astype(jnp.float32) ** 2).sum() for x in grads)
+
+    got, want = (
+        jax.jit(jax.grad(functools.partial(squares, who), (0, 1, 2)))(q, k, v)
+        for who in (impl(spec), SdpaImpl(spec, None, HOPPER))
+    )
+    for a, b in zip(got, want, strict=True):
+        assert jnp.linalg.norm((a - b).astype(jnp.float32)) < 1e-2 * jnp.linalg.norm(b.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "known"])
