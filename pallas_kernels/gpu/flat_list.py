@@ -19,6 +19,7 @@ no rows. Then each request has one tile. In waves, longest first, those of paddi
 """
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -181,6 +182,20 @@ def _only_waves(tiles: int, config):
     return cta_columns([*line, every(0), every(tiles * heads), every(heads)], [every(-1), *[every(0)] * 4, me])
 
 
+class _Parts(NamedTuple):
+    """The parts of the line, CTA after CTA."""
+
+    unit: (
+        jax.Array
+    )  # i32[C+1]: that of each cut, and the block of it at which the cut is; past the end the last one + 1
+    block: jax.Array
+    begins: jax.Array  # bool[C]: does the unit that the end of the part cuts begin in it?
+    last: jax.Array  # the last CTA with a part of that unit
+    own_first: jax.Array  # the first and the last CTA with a part of the unit at which the part begins
+    own_last: jax.Array
+    place: jax.Array  # see PLACE
+
+
 def _cut_line(nblk, number, config) -> _Line:
     """The units of all tiles with blocks. CTA c begins at place c * total // C of the line.
 
@@ -189,14 +204,12 @@ def _cut_line(nblk, number, config) -> _Line:
     """
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     tile = jnp.arange(tiles, dtype=jnp.int32)
-    even, even_points = _even_cuts(nblk, config) if config.piece_blocks else (jnp.bool_(False), 0)
-    besides = jnp.where(even, 0, config.unit_blocks)
-    places = jnp.where(nblk > 0, nblk + besides, 0)
+    places = jnp.where(nblk > 0, nblk + config.unit_blocks, 0)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], places[None, :], 0), axis=1) * heads
     total = ends[-1]
     cut, cta_of = _equal_cuts(total, ctas)
     # the tile of each cut, its first place on the line, the places of one of its units: masked sums, which XLA fuses
-    point = jnp.where(even, even_points, cut(jnp.arange(ctas + 1, dtype=jnp.int32)))
+    point = cut(jnp.arange(ctas + 1, dtype=jnp.int32))
     starts, stops, point = point[:-1], point[1:], point[:, None]
     begins = (ends - places * heads)[None, :]
     before = ends[None, :] <= point
@@ -204,7 +217,7 @@ def _cut_line(nblk, number, config) -> _Line:
     found = jnp.max(jnp.where(before, number[None, :], 0), axis=1)
     first = jnp.sum(jnp.where(before, places[None, :], 0), axis=1) * heads
     each = jnp.maximum(jnp.sum(jnp.where(here, places[None, :], 0), axis=1), 1)
-    blocks = jnp.maximum(each - besides, 1)
+    blocks = jnp.maximum(each - config.unit_blocks, 1)
 
     # each cut's unit and the block within it; past the end, the unit after the last
     inside = point[:, 0] - first
@@ -212,32 +225,37 @@ def _cut_line(nblk, number, config) -> _Line:
     whole = blocks <= _whole_blocks(blocks, total, config)
     unit = found * heads + quotient
     alike = _fills_waves(places, total, config) & (config.piece_blocks == 0)  # with equal pieces not measured
-    whole = jnp.bool_(True) if config.whole_units else (whole | alike) & ~even
+    whole = jnp.bool_(True) if config.whole_units else whole | alike
     moves_on = (whole & (2 * remainder >= each)) | (remainder >= blocks)
     unit, moves = jnp.where(moves_on, unit + 1, unit), whole | moves_on
     moved = jnp.where(moves, point[:, 0] - remainder + jnp.where(moves_on, each, 0), point[:, 0])
     block = jnp.where(moves, 0, remainder)
 
     me = jnp.arange(ctas, dtype=jnp.int32)
-    u0, b0, u1, b1 = unit[:-1], block[:-1], unit[1:], block[1:]
-    begin = stops - b1  # of the unit that this CTA's end cuts
-    end = begin + blocks[me + 1]
-    if config.piece_blocks:
-        of_equal_part = cta_of
-        of_piece = lambda place: jnp.sum(starts[None, :] <= place[:, None], axis=1, dtype=jnp.int32) - 1
-        cta_of = lambda place: jnp.where(even, of_piece(place), of_equal_part(place))
-    joins = [jnp.where((b1 > 0) & (begin >= starts), u1, -1), me, cta_of(end - 1)]
-    own = starts - b0  # where the unit begins in which this CTA begins
-    joins += [cta_of(own), cta_of(own + blocks[me] - 1)]
-    nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
+    begin = stops - block[1:]  # of the unit that this CTA's end cuts
+    own = starts - block[:-1]  # where the unit begins in which this CTA begins
     # CTAs without keys have the first places, and so the padding before others. Of up to C blocks a CTA has one or
-    # none, and `starts` counts the CTAs before it that have one. Equal pieces are in the first CTAs.
+    # none, and `starts` counts the CTAs before it that have one.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
-    place = jnp.where(even, ctas - 1 - me, jnp.where(total <= ctas, place, me))
-    cta = cta_columns([nothing, u0, b0, u1, b1, nothing, every(tiles * heads), every(heads)], [*joins, place])
+    parts = _Parts(
+        unit, block, begin >= starts, cta_of(begin + blocks[1:] - 1), cta_of(own), cta_of(own + blocks[:-1] - 1),
+        jnp.where(total <= ctas, place, me),
+    )  # fmt: skip
+    if config.piece_blocks:
+        fits, pieces = _equal_pieces(nblk, number, config)
+        parts = jax.tree.map(lambda piece, part: jnp.where(fits, piece, part), pieces, parts)
+    is_cut = parts.block[1:] > 0
+    joins = [jnp.where(is_cut & parts.begins, parts.unit[1:], -1), me, parts.last, parts.own_first, parts.own_last]
+    nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
+    line = [
+        nothing,
+        *(x for ends in (slice(-1), slice(1, None)) for x in (parts.unit[ends], parts.block[ends])),
+        nothing,
+    ]
+    cta = cta_columns([*line, every(tiles * heads), every(heads)], [*joins, parts.place])
     longest = jnp.max(nblk)
     is_long_and_even = alike & (longest > _whole_blocks(longest, total, config))
-    return _Line(cta, jnp.max(jnp.diff(moved)), (b1 > 0).any(), is_long_and_even)
+    return _Line(cta, jnp.max(jnp.diff(moved)), is_cut.any(), is_long_and_even)
 
 
 def _equal_cuts(total, ctas: int):
@@ -257,8 +275,8 @@ def _equal_cuts(total, ctas: int):
     return cut, cta_of
 
 
-def _even_cuts(nblk, config):
-    """(bool: does it fit, i32[C+1] cuts of a line of blocks): every unit in about equal pieces, one a CTA.
+def _equal_pieces(nblk, number, config):
+    """(bool: does it fit, _Parts): every unit in pieces of about equal length, one a CTA, in the first CTAs.
 
     It fits if the longest piece needs at most piece_blocks more than an equal share of all blocks.
     """
@@ -267,12 +285,16 @@ def _even_cuts(nblk, config):
     fits = jnp.sum(cdiv(nblk[None, :], jnp.maximum(most, 1)[:, None]), axis=1) * heads <= ctas
     pieces = cdiv(nblk, jnp.maximum(jnp.min(jnp.where(fits, most, total + 1)), 1))  # of one unit of each tile
     tile, me = jnp.arange(nblk.shape[0], dtype=jnp.int32), jnp.arange(ctas + 1, dtype=jnp.int32)
-    ends_of = lambda x: jnp.sum(jnp.where(tile[None, :] <= tile[:, None], x[None, :], 0), axis=1) * heads
-    ends, begins = ends_of(pieces), ends_of(nblk) - nblk * heads
-    here = (ends[None, :] > me[:, None]) & ((ends - pieces * heads)[None, :] <= me[:, None])
+    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], pieces[None, :], 0), axis=1) * heads
+    begins = ends - pieces * heads
+    here = (ends[None, :] > me[:, None]) & (begins[None, :] <= me[:, None])
     of_tile = lambda x: jnp.sum(jnp.where(here, x[None, :], 0), axis=1)
-    blocks, count = of_tile(nblk), jnp.maximum(of_tile(pieces), 1)
-    head, number = divmod_i32(me - of_tile(ends - pieces * heads), count)
-    each, more = divmod_i32(blocks, count)
-    cuts = of_tile(begins) + head * blocks + number * each + divmod_i32(number * more, count)[0]
-    return fits.any(), jnp.where(here.any(axis=1), cuts, total)
+    count = jnp.maximum(of_tile(pieces), 1)
+    head, piece = divmod_i32(me - of_tile(begins), count)
+    each, more = divmod_i32(of_tile(nblk), count)
+    has_piece = here.any(axis=1)
+    unit = jnp.where(has_piece, (of_tile(number) - 1) * heads + head, jnp.max(number) * heads)
+    block = jnp.where(has_piece, piece * each + divmod_i32(piece * more, count)[0], 0)
+    me, first = me[:-1], (me - piece)[:-1]
+    last = first + count[:-1] - 1
+    return fits.any(), _Parts(unit, block, piece[:-1] == 0, last, first, last, ctas - 1 - me)
