@@ -137,7 +137,7 @@ def variants_for_few_rows(request: TileRequest) -> dict[str, Any]:
         stages = _stages_that_fit(narrow, 128, most=4)
         if stages >= (1 if few_units else 2) and not supports(_with(request, narrow, stages=stages)):
             chosen["narrow_rows"] = narrow_rows
-    block = 128 if "narrow_rows" in chosen else 64
+    block = 128 if "narrow_rows" in chosen and config.pipelines == 1 else 64
     is_counted = keys is None or _can_be_counted(request, keys, block)  # else the ranked list
     return chosen | {"flat_list": FLAT_LIST and not long_tiles and is_counted}
 

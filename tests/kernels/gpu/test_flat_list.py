@@ -345,10 +345,13 @@ def test_blocks_times_workers_may_need_more_than_32_bits(requests, latent):
     check_once(config, starts, seqs, requests, info, cta, cta[:, wl.JOIN :])
 
 
-@pytest.mark.parametrize(("heads", "flat"), [(32, True), (128, False)])
-def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(heads, flat):
+TWO = dict(pipelines=2, block_kv=64)
+
+
+@pytest.mark.parametrize(("heads", "fields", "flat"), [(64, {}, True), (128, {}, False), (64, TWO, False)])
+def test_a_flat_list_is_left_where_32_bits_do_not_count_its_blocks(heads, fields, flat):
     many = dict(num_heads=heads, num_kv_heads=heads, rows=1, keys=2**20, requests=2048)
-    assert default_config(**SHAPE, **many).flat_list == flat
+    assert default_config(**SHAPE | many | fields).flat_list == flat
 
 
 def test_a_window_that_begins_within_a_block_sees_a_block_more():
