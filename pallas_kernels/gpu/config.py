@@ -57,7 +57,7 @@ class GpuKernelConfig:
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: ranked_list.py decides
     short_weight: int = 4  # cost of one key block of a tile of at most WARPGROUP_ROWS rows ...
     long_weight: int = 9  # ... and of a longer tile
-    unit_cost: int = 11  # what a unit costs besides its blocks: 11 is about 2 us
+    unit_cost: int = 11  # of a ranked list: what a unit costs besides its blocks; 11 is about 2 us
     min_split: int = 1  # key blocks: a split leaves at least this many on either side
     long_tiles: bool = True  # False: no request has more than WARPGROUP_ROWS packed rows
     flat_list: bool = False  # with long_tiles=False: the work list of flat_list.py

@@ -107,11 +107,11 @@ def supports(config: ExpertProductConfig, *, chip: str = "sm_90") -> list[str]:
 
 SHARES = 0.31, 0.56, 0.79, 0.94, 1.06, 1.19, 1.43, 1.72  # assumed: rows of an expert over their mean, of eight
 COST_OF_A_TILE, COST_OF_A_LARGE_MATRIX, LARGE = 16, 40, 4 << 20
-"""In rows: what a tile costs besides its rows; where a matrix has more than LARGE numbers, which each tile reads, the
-second number. On an H200 tiles of 128 and 192 take the same time for 2048 and for 512 rows of an expert, tiles of 64
+"""In rows: what a tile costs besides its rows; the second number where a matrix, which each tile reads, has more than
+LARGE numbers. On an H200 tiles of 128 and 192 take the same time for 2048 and for 512 rows of an expert, tiles of 64
 and 128 for 128 rows, and tiles of 8 to 32 for 16 rows (2026-11-28). Of gpt-oss 20B 256 tokens take 389 us in tiles of
 64 and 455 in 32, 1024 505 in 128 and 542 in 64, of Mixtral 256 673 in 96 and 745 in 32; but of Granite 3B, whose
-matrices are small, 512 take 83 in 128 and 74 in 64 (2026-12-01; less or the same where some experts are preferred)."""
+matrices are small, 512 take 83 in 128 and 74 in 64 (2026-12-01; as much or less where some experts are preferred)."""
 
 
 @functools.lru_cache(maxsize=4096)

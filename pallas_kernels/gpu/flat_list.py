@@ -5,7 +5,8 @@ A batch is arranged in one of two ways, by a comparison of both in the program:
     line     The units of all requests are laid end to end, in the order of requests, and cut into parts of equal cost.
              A unit costs its blocks and config.unit_blocks more. A cut within a unit of few keys (see _whole_blocks),
              or of any number with config.whole_units or where units are about equal and fill whole waves, moves to the
-             nearer end of the unit. So one CTA may have two whole units where others have one or none.
+             nearer end of the unit. So one CTA may have two whole units where others have one or none. With
+             config.piece_blocks every unit is in equal pieces instead, one a CTA, where they fit: see _equal_pieces.
     waves    With config.in_waves: all units whole, those with most keys first, in waves in snake order. Requests are
              sorted by counting, because a sort takes XLA many kernels. See WAVES_SHARE.
 
@@ -48,9 +49,9 @@ where it has two, of which one reads while the other begins or ends a unit. With
 short ones beside long ones: 3 requests of 32000 keys and 60 of 100 to 500 over 4 kv heads take 62 instead of 85 us, 5
 of 32000 and 200 of 100 to 300 with heads of 64 112 instead of 134, 32 of 100 to 30000 138 instead of 183."""
 WAVES_SHARE = 1.06
-"""A batch is in waves if the longest CTA then has at most WAVES_SHARE times the blocks of the longest CTA on the
-line, and CUT_KEYS more if the line cuts a unit: 32 requests of 100 to 4000 keys take 58.5 us instead of 62.8, 150 of
-300 to 2000 and one kv head 28.9 instead of 32.3."""
+"""A batch is in waves if the units of the longest CTA then cost at most WAVES_SHARE times those of the longest CTA on
+the line, and CUT_KEYS more if the line cuts a unit: 32 requests of 100 to 4000 keys take 58.5 us instead of 62.8, 150
+of 300 to 2000 and one kv head 28.9 instead of 32.3."""
 MOST_SORTED = 2048
 """Requests up to which a list may be in waves: sorting compares each request with each other. There are 5 more
 kernels, of 1 us each for 256 requests. us with two pipelines: 512 tiny decodes of heads of 64 122 instead of 137, 256
@@ -141,7 +142,7 @@ class _Line:
     """All units of requests end to end, cut."""
 
     cta: jax.Array
-    most: jax.Array  # places of the CTA that has most
+    most: jax.Array  # places on the line of the CTA that has most
     is_cut: jax.Array  # is a unit?
     is_long_and_even: jax.Array  # units are about equal, fill whole waves, and have more keys than are never cut
 
@@ -234,8 +235,8 @@ def _cut_line(nblk, number, config) -> _Line:
     me = jnp.arange(ctas, dtype=jnp.int32)
     begin = stops - block[1:]  # of the unit that this CTA's end cuts
     own = starts - block[:-1]  # where the unit begins in which this CTA begins
-    # CTAs without keys have the first places, and so the padding before others. Of up to C blocks a CTA has one or
-    # none, and `starts` counts the CTAs before it that have one.
+    # CTAs without a part of the line have the first places, and so the padding before others. On a line of up to C
+    # places a CTA has one or none, and `starts` counts the CTAs before it that have one.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     parts = _Parts(
         unit, block, begin >= starts, cta_of(begin + blocks[1:] - 1), cta_of(own), cta_of(own + blocks[:-1] - 1),
@@ -247,11 +248,7 @@ def _cut_line(nblk, number, config) -> _Line:
     is_cut = parts.block[1:] > 0
     joins = [jnp.where(is_cut & parts.begins, parts.unit[1:], -1), me, parts.last, parts.own_first, parts.own_last]
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
-    line = [
-        nothing,
-        *(x for ends in (slice(-1), slice(1, None)) for x in (parts.unit[ends], parts.block[ends])),
-        nothing,
-    ]
+    line = [nothing, parts.unit[:-1], parts.block[:-1], parts.unit[1:], parts.block[1:], nothing]
     cta = cta_columns([*line, every(tiles * heads), every(heads)], [*joins, parts.place])
     longest = jnp.max(nblk)
     is_long_and_even = alike & (longest > _whole_blocks(longest, total, config))

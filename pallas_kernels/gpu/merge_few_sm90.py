@@ -20,7 +20,7 @@ from pallas_kernels.gpu.row_states_sm90 import LOG2E, M_START
 THREADS, EACH = 128, 4
 STEP = THREADS * EACH  # numbers of the output that a warpgroup merges at a time
 PARTS_IN_FLIGHT = 8  # parts that are loaded at the same time
-MOST_CTAS = 8  # of a unit, where there may be many
+MOST_CTAS = 8  # for each helper of a unit, where there may be many units
 _ACC, _ONE = (plgpu.Layout.WG_STRIDED((THREADS * n,), vec_size=n) for n in (EACH, 1))
 
 
@@ -29,7 +29,7 @@ def merge_few_parts(
 ):
     """(out, lse) with the rows of split units filled in, in place, where no tile has more than 64 rows.
 
-    rows: of a tile, at most; None: as the config says. ctas: of a unit, at most, for each part but one.
+    rows: of a tile, at most; None: as the config says. ctas: for each helper of a unit (merge_sm90.SplitUnit), at most.
     """
     ctas = min(steps_of(cfg, rows or cfg.few_rows), ctas)
 

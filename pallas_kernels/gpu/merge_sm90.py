@@ -27,7 +27,7 @@ launch that finds nothing to merge takes four waves, 3.7 us on an H200."""
 
 
 def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, out_ref, lse_ref):
-    """One CTA: 64 rows and chunks * width columns of the unit that CTA `cut` of the first launch cut.
+    """One CTA: 64 rows and at most chunks * width columns of the unit that CTA `cut` of the first launch cut.
 
     In GMEM: info i32[tiles, 16], cta i32[C, 16], per_head f32[H, 2], part f32[2C, part_rows, V], part_lse
     f32[2C, part_rows].
@@ -47,15 +47,15 @@ def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, 
 
 @dataclasses.dataclass(frozen=True)
 class SplitUnit:
-    """A unit whose parts a CTA of the merge adds up, alone or with others."""
+    """A unit whose parts are merged. Its helpers are CTAs of the first launch, each of which has CTAs of the merge."""
 
     exists: jax.Array
     column: Callable[[int], jax.Array]  # of info -> the value for the unit's tile
     head: jax.Array
     first: jax.Array  # the CTA of the first launch that has the first part
     last: jax.Array
-    helper: jax.Array  # this one, of those that merge the unit
-    helpers: jax.Array
+    helper: jax.Array  # the number of this one, 0 for `first`
+    helpers: jax.Array  # how many there are
 
     def shared(self, mine, each: int, count, do: Callable[[jax.Array], None]):
         """do(number) for this CTA's of `count` numbers. mine: its place among the `each` CTAs of every helper."""
@@ -127,7 +127,7 @@ def merge_parts(
     cfg, out, lse, part, part_lse, work: wl.GpuWorkList, per_head, *, in_flight: int | None = None,
     chunks: int | None = None,
 ):  # fmt: skip
-    """(out, lse) with the rows of split units filled in, in place. A CTA merges `chunks` times COLUMNS columns.
+    """(out, lse) with the rows of split units filled in, in place. A CTA merges up to `chunks` times COLUMNS columns.
 
     None: as many as suit the kernel.
     """

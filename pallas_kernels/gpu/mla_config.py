@@ -15,8 +15,8 @@ PART = 128  # most columns of a part of a stage, see mla_pieces_sm90.py
 PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
 UNIT_BLOCKS, WHOLE_KEYS = 6, 128
 """GpuKernelConfig.unit_blocks and whole_keys. us, an H200, where with 0 and 512 and all units on a line it was more: 2
-requests of 32000 keys and 60 of 100 to 500, 128 heads, 71 (147); 256 of 50 to 800 keys 101 (162), of 16 heads 48 (67);
-64 of 100 to 30000 214 (273). Of the first 20 are gained by the merge, see merge_sm90.split_unit."""
+requests of 32000 keys and 60 of 100 to 500, 128 heads, 70 (147); 256 of 50 to 800 keys 101 (162), of 16 heads 48 (67);
+64 of 100 to 30000 217 (273). 20 us of the first gain are the merge's, see merge_sm90.split_unit."""
 SMEM_BYTES = 232448  # what a CTA may use on Hopper
 NARROW_ROWS = 16  # most rows of a tile of warp-level products, see mla_narrow_sm90.py
 NARROW_STAGES = 6  # most blocks of 8 bits in shared memory for them
@@ -114,7 +114,7 @@ class MlaKernelConfig:
 
     @property
     def attention(self) -> GpuKernelConfig:
-        """The config for the work list of listed keys and the merge: a kv head for each group of query heads."""
+        """The config for the merge and the work list of listed keys: a kv head for each group of query heads."""
         return GpuKernelConfig(
             num_heads=self.num_heads, num_kv_heads=self.num_heads // self.group, head_dim=self.head_dim,
             v_head_dim=self.latent_dim, page_size=self.page_size, dtype=self.dtype, kv_dtype=self.dtype,
@@ -125,7 +125,7 @@ class MlaKernelConfig:
         )  # fmt: skip
 
     def list_of(self, requests: int) -> GpuKernelConfig:
-        """The config for the work list of so many requests: in waves, or in equal pieces of few units."""
+        """The config for the work list of so many requests: perhaps in waves, or few units in equal pieces."""
         waves = dataclasses.replace(self.attention, piece_blocks=0, in_waves=True)
         return waves if may_be_in_waves(waves, requests) else self.attention
 

@@ -65,8 +65,9 @@ def latent_attention(
     config.whole_rows latent_pages [N, S, L+R] and None. block_table i32[R, B], whose unused columns may hold
     anything; with config.listed i32[T, n], rows of the pools in any order, -1 for none, n a multiple of 64, and each
     token is a request of at most n keys.
-    work: build_work_list for config.attention. factors f32[T, H]: with a cache of 8 bits, positive factors of the
-    logits beside the scale; None: 1. A row that sees no key, padding tokens included, gives (0, -inf).
+    work: build_work_list for config.list_of(R), or for config.attention with config.listed. factors f32[T, H]: with a
+    cache of 8 bits, positive factors of the logits beside the scale; None: 1. A row that sees no key, padding tokens
+    included, gives (0, -inf).
     """
     _check(q, latent_pages, rope_pages, block_table, config)
     if config.is_decoded:

@@ -71,7 +71,7 @@ def test_tiles_grow_with_the_rows_of_an_expert():
     [("gpt_oss_20b", 256, 64), ("gpt_oss_20b", 1024, 128), ("mixtral_8x7b", 256, 96), ("granite_3b", 512, 64)],
 )
 def test_large_matrices_are_read_by_fewer_tiles(shape, tokens, tile_rows):
-    """The fastest on an H200, of uniform and of skewed choices."""
+    """On an H200 within 3 % of the fastest, of uniform and of skewed choices."""
     assert config_of(shape, tokens, down=True).tile_rows == tile_rows
 
 

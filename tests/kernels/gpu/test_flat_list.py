@@ -334,7 +334,7 @@ def test_blocks_times_workers_may_need_more_than_32_bits(requests, latent):
     """Requests of 262144 keys that share most of them fit in a card."""
     keys = 262_144
     if latent:
-        config = MlaKernelConfig(num_heads=128, group=64, page_size=64).attention
+        config = MlaKernelConfig(num_heads=128, group=64, page_size=64).list_of(requests)
     else:
         config = default_config(**SHAPE, num_heads=32, num_kv_heads=8, rows=4, keys=keys, requests=requests)
         assert not supports(config)
