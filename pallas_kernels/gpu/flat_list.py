@@ -242,7 +242,7 @@ def _cut_line(nblk, number, config) -> _Line:
         unit, block, begin >= starts, cta_of(begin + blocks[1:] - 1), cta_of(own), cta_of(own + blocks[:-1] - 1),
         jnp.where(total <= ctas, place, me),
     )  # fmt: skip
-    if config.piece_blocks:
+    if config.piece_blocks and not config.whole_units:
         fits, pieces = _equal_pieces(nblk, number, config)
         parts = jax.tree.map(lambda piece, part: jnp.where(fits, piece, part), pieces, parts)
     is_cut = parts.block[1:] > 0

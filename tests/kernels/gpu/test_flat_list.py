@@ -102,6 +102,12 @@ def test_a_flat_list_with_a_cost_of_pieces_does_every_block_once(name):
     check_once(*make(batch, RULES["causal"], pad=pad, ctas=ctas, flat=True, piece_blocks=4))
 
 
+def test_whole_units_are_in_no_pieces():
+    config, *rest, join = make([(1, 9000)] * 3, RULES["causal"], flat=True, piece_blocks=4, whole=True)
+    check_once(config, *rest, join)
+    assert (join[:, 0] == -1).all()
+
+
 @pytest.mark.parametrize("count", [1, 7, 32, 100, 300])
 @pytest.mark.parametrize("length", [1, 130, 450, 512])
 def test_short_decodes_are_not_cut_and_loads_differ_by_a_unit(count, length):
