@@ -81,7 +81,9 @@ def read_model_folder(directory: str | Path, *, head: bool = True) -> ModelFolde
         raise UnsupportedError(f"{folder} is a LoRA adapter (adapter_config.json), which is not served; merge it first")
     path = folder / "config.json"
     if not is_there(path):
-        raise FileNotFoundError(f"{path} is missing: a model folder has config.json and *.safetensors")
+        inside = [str(each.parent) for each in sorted(folder.glob("snapshots/*/config.json"))]  # in the hub's cache
+        way = f"; pass {' or '.join(inside)}" if inside else ""
+        raise FileNotFoundError(f"{path} is missing: a model folder has config.json and *.safetensors{way}")
     values = _with_other_files(folder, read_json(path))
     family = _family_of(values)
     if not head and family.encoder is not None:
@@ -98,7 +100,8 @@ def path_of_folder(directory: str | Path) -> Path:
         if folder.suffix == ".gguf":
             _refuse_gguf(folder)
         raise FileNotFoundError(
-            f"{folder} is not a folder; pass one with config.json and *.safetensors (models are not downloaded)"
+            f"{folder} is not a folder; pass one with config.json and *.safetensors (jattn downloads no models: "
+            "`hf download NAME --local-dir DIR` of the package huggingface_hub does)"
         )
     return folder
 
@@ -143,7 +146,7 @@ def _family_of(values: dict[str, Any]) -> Family:
 def _refuse_gguf(file: Path) -> NoReturn:
     raise UnsupportedError(
         f"{file}: GGUF is not supported; pass the model's folder of config.json and *.safetensors, with quantization= "
-        "to keep its weights in 4 or 8 bits"
+        "(--quantization) to keep its weights in 4 or 8 bits"
     )
 
 

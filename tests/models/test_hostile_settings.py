@@ -143,10 +143,20 @@ def test_a_model_type_that_is_none_is_refused_in_one_line(folder, kind):
 
 
 def test_a_name_that_is_no_folder_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match="org/model is not a folder"):
+    with pytest.raises(FileNotFoundError, match="org/model is not a folder.*`hf download NAME --local-dir DIR`"):
         models.load("org/model")
     os.symlink("nowhere", tmp_path / "config.json")
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        models.load(tmp_path)
+
+
+def test_a_folder_of_the_hubs_cache_names_the_folder_in_it_that_has_the_model(tmp_path):
+    snapshot = tmp_path / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="and \\*.safetensors$"):
+        models.load(tmp_path)
+    (snapshot / "config.json").touch()
+    with pytest.raises(FileNotFoundError, match=f"config.json is missing.*; pass {snapshot}$"):
         models.load(tmp_path)
 
 
