@@ -26,9 +26,9 @@ def is_of_transfer_guard(error: BaseException) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """The message of an error. Of the operating system's: the file, and what is wrong with it."""
-    if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+    """The message of an error. Of the operating system's: the file if there is one, and what is wrong; no number."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     if isinstance(error, UnicodeEncodeError) and not error.encoding.lower().startswith("utf"):  # of print
         missing = error.object[error.start]
         return f"the encoding of the output, {error.encoding}, has no {missing!a}: set PYTHONIOENCODING=utf-8"

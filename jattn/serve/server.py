@@ -120,7 +120,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
         try:
             sockets.append(_bound(family, kind, protocol, (address[0], port or address[1], *address[2:])))
         except OSError as error:
-            problems.append(OSError(error.errno, f"cannot listen on {host}, port {port}: {error.strerror}"))
+            problems.append(_cannot_listen(host, port, error))
             if error.errno in (errno.EADDRINUSE, errno.EACCES):
                 break
         else:
@@ -169,7 +169,12 @@ def listen(sockets: list[socket.socket]) -> None:
             each.listen(BACKLOG)
         except OSError as error:
             host, port = each.getsockname()[:2]
-            raise OSError(error.errno, f"cannot listen on {host}, port {port}: {error.strerror}") from error
+            raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> OSError:
+    way = "; take another port (0: any free one)" if error.errno == errno.EADDRINUSE else ""
+    return OSError(error.errno, f"cannot listen on {host}, port {port}: {error.strerror}{way}")
 
 
 def _bound(family: int, kind: int, protocol: int, address: tuple) -> socket.socket:
