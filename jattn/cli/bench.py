@@ -59,7 +59,7 @@ def add(commands) -> None:
     kernels = add_command(
         kinds,
         "kernels",
-        "the attention kernels; needs a checkout",
+        "the attention kernels; in the root of a checkout, as `python -m jattn bench kernels`",
         ["jattn bench kernels --backend sdpa,cpu_native", "jattn bench kernels --help"],
         add_help=False,
         prefix_chars="\0",  # every argument is one of benchmarks/run.py, --help too
@@ -120,7 +120,7 @@ def _checkout(module: str):
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            "the kernel benchmarks are not installed; run this command in the root of a checkout"
+            "the kernel benchmarks are not installed: in the root of a checkout, run `python -m jattn bench ...`"
         ) from error
 
 

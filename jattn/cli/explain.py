@@ -8,7 +8,7 @@ from typing import Any
 import jattn
 from jattn.cli import screen
 from jattn.cli.command import add_command
-from jattn.device import Chip
+from jattn.device import PLATFORMS, Chip
 
 
 def add(commands) -> None:
@@ -29,7 +29,9 @@ def add(commands) -> None:
     layer.add_argument("--num-kv-heads", type=int, metavar="K", help="key/value heads (default: H)")
     layer.add_argument("--v-head-dim", type=int, metavar="V", help="elements of a value (default: D)")
     layer.add_argument("--scale", type=float, help="factor of q.k (default: D ** -0.5)")
-    layer.add_argument("--attn-type", default="decoder", help="decoder, encoder, encoder_only or encoder_decoder")
+    layer.add_argument(
+        "--attn-type", default="decoder", help="encoder, encoder_only or encoder_decoder (default: decoder)"
+    )
     layer.add_argument(
         "--sliding-window",
         type=_window,
@@ -37,7 +39,9 @@ def add(commands) -> None:
         help="W keys, or extra keys left,right (-1: all, given as --sliding-window=-1,0)",
     )
     layer.add_argument("--chunk-size", type=int, metavar="C", help="chunked-local attention: tokens of a chunk")
-    layer.add_argument("--chunk-lookback", type=int, default=0, metavar="N", help="earlier chunks that are visible")
+    layer.add_argument(
+        "--chunk-lookback", type=int, default=0, metavar="N", help="earlier chunks that are visible (default: 0)"
+    )
     layer.add_argument("--logits-soft-cap", type=float, metavar="CAP", help="logits become cap * tanh(logit / cap)")
     layer.add_argument("--has-alibi", action="store_true", help="ALiBi")
     layer.add_argument("--use-alibi-sqrt", action="store_true", help="ALiBi of square-root distances")
@@ -55,8 +59,8 @@ def add(commands) -> None:
     cache.add_argument("--num-blocks", type=int, default=1024, metavar="N", help="blocks of the pool (default: 1024)")
     cache.add_argument("--block-size", type=int, default=16, metavar="S", help="tokens of a block (default: 16)")
     cache.add_argument("--dtype", default="bfloat16", help="of stored keys and values (default: bfloat16)")
-    cache.add_argument("--layout", default="auto", help="NHD, HND, HND128 or auto")
-    cache.add_argument("--quant", default="none", help="none, per_tensor, per_head or per_token_head")
+    cache.add_argument("--layout", default="auto", help="NHD, HND or HND128 (default: auto)")
+    cache.add_argument("--quant", default="none", help="per_tensor, per_head or per_token_head (default: none)")
     parser.add_argument("--platform", help="cpu, gpu or tpu, or a chip: sm_86, v6e (default: the one that JAX finds)")
     parser.set_defaults(run=lambda args: _explain(parser, args))
 
@@ -86,6 +90,8 @@ def _platform(text: str | None) -> str | Chip | None:
     for platform, names in (("gpu", r"sm_\d+[af]?"), ("tpu", r"(v|tpu)\d\w*")):
         if text and re.fullmatch(names, text):
             return Chip(platform, text)
+    if text not in (None, *PLATFORMS, "cuda", "rocm"):
+        raise ValueError(f"platform={text!r} is not known; use one of {', '.join(PLATFORMS)}, a chip (sm_86, v6e)")
     return text
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -64,10 +64,15 @@ def make_parser() -> Parser:
         epilog="`jattn COMMAND --help` shows a command's options and examples.",
     )
     parser.add_argument("--version", action="version", version=f"jattn {jattn.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     for command in (demo, generate, serve, bench, plan, explain, models, doctor):
         command.add(commands)
+    parser.set_defaults(run=lambda args: _refuse_nothing(list(commands.choices)))
     return parser
+
+
+def _refuse_nothing(names: list[str]) -> NoReturn:
+    raise ValueError(f"there is no command: give one of {', '.join(names)}; see jattn --help")
 
 
 def _run(argv: Sequence[str] | None) -> int:

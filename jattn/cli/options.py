@@ -162,7 +162,13 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, default, what) in SAMPLING.items():
         shown = "" if default is None else f" (default: {default})"
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=default, help=what + shown)
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    group.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help=r"end before this text, where \n is a line break; repeatable",
+    )
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 

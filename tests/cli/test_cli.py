@@ -61,7 +61,7 @@ def test_explain_takes_a_chip_that_is_not_here(name, chip, monkeypatch, capsys):
     assert asked == [chip]
     with pytest.raises(SystemExit):
         cli.main(["explain", *LAYER, "--platform", "sm_x"])
-    assert "platform='sm_x' is not known" in capsys.readouterr().err
+    assert "platform='sm_x' is not known; use one of cpu, gpu, tpu, a chip (sm_86, v6e)" in capsys.readouterr().err
 
 
 def test_explain_says_what_is_wrong_with_a_layer(capsys):

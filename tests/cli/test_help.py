@@ -2,6 +2,7 @@
 
 import argparse
 import shlex
+import sys
 
 import pytest
 
@@ -31,6 +32,31 @@ def test_every_command_says_what_it_does_and_shows_examples_that_parse(name):
     for example in examples:
         words = shlex.split(example.partition("|")[0])
         assert callable(make_parser().parse_args(words[1:]).run)
+
+
+def shows_its_default(action):
+    """Whether the help of an option with a value says what is taken without it."""
+    return action.nargs == 0 or action.default in (None, [], argparse.SUPPRESS) or "default: " in (action.help or "")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_option_says_its_default(name):
+    assert not [each.dest for each in COMMANDS[name]._actions if not shows_its_default(each)]
+
+
+def test_no_command_is_a_sentence_that_lists_them(capsys):
+    assert cli.main([]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jattn: there is no command: give one of demo, generate, serve, ") and "--help" in said
+
+
+def test_a_program_outside_the_checkout_says_how_to_run_the_kernels_benchmarks(monkeypatch, capsys):
+    """A console script does not see the packages of the working directory; python -m does."""
+    for name in ("benchmarks", "benchmarks.run"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for argv in (["kernels"], ["kernels", "--help"]):
+        assert cli.main(["bench", *argv]) == 2
+        assert "in the root of a checkout, run `python -m jattn bench" in capsys.readouterr().err
 
 
 def test_bench_kernels_passes_every_option_on(monkeypatch):
