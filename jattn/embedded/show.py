@@ -38,6 +38,7 @@ def run(warm: Callable[[Engine], int] = Engine.warmup) -> int:
     """
     if importlib.util.find_spec("safetensors") is None:
         print("reading the embedded model needs the safetensors package: pip install 'jattn[models]'")
+        print("jattn demo --backends-only needs none of it.")
         return 1
     asked, prompts = requests()
     engine = Engine.from_pretrained(directory(), **OPTIONS)

@@ -270,6 +270,13 @@ def test_the_model_adds_what_it_never_saw_and_preemption_changes_nothing(capsys,
     assert "prefix cache" in figures and " 0 of " not in figures["prefix cache"]
 
 
+def test_the_demo_without_safetensors_names_both_ways_out(capsys, monkeypatch):
+    monkeypatch.setattr(show.importlib.util, "find_spec", lambda name: None)
+    assert show.run() == 1
+    said = capsys.readouterr().out
+    assert "pip install 'jattn[models]'" in said and "jattn demo --backends-only" in said
+
+
 def test_the_demo_fails_where_an_answer_is_not_the_models(capsys, monkeypatch):
     monkeypatch.setattr(show, "OPTIONS", show.OPTIONS | {"deterministic": True, "backend": "sdpa"})
     real = show.judge
