@@ -108,7 +108,7 @@ class Handlers:
         except errors.InvalidApiKeyError as invalid:
             return errors.response_of(invalid)
         route, headers = f"{request.method} {path:.200}", dict(error.headers or {})
-        paths = ", ".join(each.path for each in request.app.routes if isinstance(each, Route))
+        paths = ", ".join(each.path_format for each in request.app.routes if isinstance(each, Route))
         messages = {
             404: f"there is no {route}; this server has {paths}",
             405: f"{route} is not allowed; use {headers.get('Allow')}",

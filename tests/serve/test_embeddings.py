@@ -133,7 +133,8 @@ def test_a_wrong_field_is_refused_by_name(served, body, param, words):
 def test_the_other_routes_and_errors_are_its_neighbours(served):
     _, url = served
     assert refused(send(url, input="x", model="other"), 404, "model")["code"] == "model_not_found"
-    refused(CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}), 404)
+    error = refused(CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}), 404)
+    assert error["message"].endswith("this server has /v1/embeddings, /v1/models, /v1/models/{name}, /health")
     refused(CLIENT.get(f"{url}/v1/embeddings"), 405)
     refused(CLIENT.post(f"{url}/v1/embeddings", content=b"{"), 400)
     assert CLIENT.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 64
