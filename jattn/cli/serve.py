@@ -104,7 +104,8 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
         max_connections=args.max_connections,
         **seconds,
     )
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("jattn").setLevel(logging.INFO)  # JAX tells each platform that it does not find
     with _exit_0_on_sigterm():
         backlog_of(server.max_connections)
         sockets = bind(args.host, args.port)  # before the model loads, so that a port in use is reported at once

@@ -119,6 +119,29 @@ sys.exit(cli.main(["serve", "--port", "0"]))
 """
 
 
+LOGS = """
+import logging, sys
+from jattn import cli
+from jattn.cli import options
+
+def make_engine(args, **_):
+    for name in ("jax._src.xla_bridge", "jattn.serve"):
+        logging.getLogger(name).info("an event")
+    raise ValueError("the end")
+
+options.make_engine = make_engine
+sys.exit(cli.main(["serve", "--port", "0"]))
+"""
+
+
+def test_the_servers_log_has_its_own_events_and_of_other_packages_warnings():
+    """JAX tells each platform that it does not find, such as a TPU, as an event that reads like an error."""
+    command = [sys.executable, "-c", LOGS]
+    said = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True).stderr
+    event, end = said.splitlines()
+    assert event.endswith("jattn.serve INFO an event") and end == "jattn: the end"
+
+
 def test_sigterm_before_it_serves_ends_it_with_a_sentence_and_code_0():
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     command, pipe = [sys.executable, "-c", COMPILES_FOR_EVER], subprocess.PIPE
