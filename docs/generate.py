@@ -14,18 +14,18 @@ import dataclasses
 import sys
 from pathlib import Path
 
-import jattn
-from jattn.backends import Feature, registry
-from jattn.device import PLATFORMS, Chip
-from jattn.models.families import FAMILIES
-from jattn.models.honoured import honoured_options
-from pallas_kernels.algebra.quant import QUANTISED
-
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))  # where this file is run by its path
+sys.path[:0] = [str(HERE.parent), str(HERE)]  # this checkout, whatever jattn is installed
 
 from website import architecture, build, picture  # noqa: E402
 from website.arguments import arguments_page  # noqa: E402
+
+import jattn  # noqa: E402
+from jattn.backends import Feature, registry  # noqa: E402
+from jattn.device import PLATFORMS, Chip  # noqa: E402
+from jattn.models.families import FAMILIES  # noqa: E402
+from jattn.models.honoured import honoured_options  # noqa: E402
+from pallas_kernels.algebra.quant import QUANTISED  # noqa: E402
 
 CHIPS = {"cpu": Chip("cpu"), "gpu": Chip("gpu", "sm_90"), "tpu": Chip("tpu")}
 LAYER = dict(num_heads=8, num_kv_heads=2, head_dim=128)

@@ -1,7 +1,10 @@
 """The code in docs/ runs, and its generated documents are up to date."""
 
+import os
 import re
 import runpy
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +41,10 @@ def test_the_support_matrix_names_every_backend_and_every_feature():
     matrix = tree.text(tree.ROOT / "docs" / "support_matrix.md") or ""
     wanted = [f"`{name}`" for name in jattn.list_backends()] + [f.value for f in jattn.backends.Feature]
     assert not [name for name in wanted if name not in matrix]
+
+
+def test_documents_are_generated_from_this_checkout_whatever_jattn_is_installed(tmp_path):
+    (tmp_path / "jattn.py").write_text("raise SystemExit('the installed one')")
+    command = [sys.executable, str(tree.ROOT / "docs" / "generate.py"), "--help"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
