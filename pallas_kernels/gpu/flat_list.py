@@ -186,10 +186,8 @@ def _only_waves(tiles: int, config):
 class _Parts(NamedTuple):
     """The parts of the line, CTA after CTA."""
 
-    unit: (
-        jax.Array
-    )  # i32[C+1]: that of each cut, and the block of it at which the cut is; past the end the last one + 1
-    block: jax.Array
+    unit: jax.Array  # i32[C+1]: that of each cut; past the end of the line, the number of units
+    block: jax.Array  # at which the cut is
     begins: jax.Array  # bool[C]: does the unit that the end of the part cuts begin in it?
     last: jax.Array  # the last CTA with a part of that unit
     own_first: jax.Array  # the first and the last CTA with a part of the unit at which the part begins
@@ -198,13 +196,28 @@ class _Parts(NamedTuple):
 
 
 def _cut_line(nblk, number, config) -> _Line:
-    """The units of all tiles with blocks. CTA c begins at place c * total // C of the line.
+    """The units of all tiles with blocks. nblk: blocks of the tiles, in the order of requests; number: see
+    _with_rows_first."""
+    heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
+    parts, most, is_long_and_even = _equal_parts(nblk, number, config)
+    if config.piece_blocks and not config.whole_units:
+        fits, pieces = _equal_pieces(nblk, number, config)
+        parts = jax.tree.map(lambda piece, part: jnp.where(fits, piece, part), pieces, parts)
+    me, is_cut = jnp.arange(ctas, dtype=jnp.int32), parts.block[1:] > 0
+    nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
+    line = [nothing, parts.unit[:-1], parts.block[:-1], parts.unit[1:], parts.block[1:], nothing]
+    joins = [jnp.where(is_cut & parts.begins, parts.unit[1:], -1), me, parts.last, parts.own_first, parts.own_last]
+    cta = cta_columns([*line, every(tiles * heads), every(heads)], [*joins, parts.place])
+    return _Line(cta, most, is_cut.any(), is_long_and_even)
+
+
+def _equal_parts(nblk, number, config) -> tuple[_Parts, jax.Array, jax.Array]:
+    """(the parts, the most places of one, see _Line.is_long_and_even). CTA c begins at place c * total // C.
 
     A unit has a place for each block, and config.unit_blocks behind them; a cut among those is the end of the unit.
-    nblk: blocks of the tiles, in the order of requests; number: see _with_rows_first.
     """
-    heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
-    tile = jnp.arange(tiles, dtype=jnp.int32)
+    heads, ctas = config.num_kv_heads, config.workers
+    tile = jnp.arange(nblk.shape[0], dtype=jnp.int32)
     places = jnp.where(nblk > 0, nblk + config.unit_blocks, 0)
     ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], places[None, :], 0), axis=1) * heads
     total = ends[-1]
@@ -242,17 +255,9 @@ def _cut_line(nblk, number, config) -> _Line:
         unit, block, begin >= starts, cta_of(begin + blocks[1:] - 1), cta_of(own), cta_of(own + blocks[:-1] - 1),
         jnp.where(total <= ctas, place, me),
     )  # fmt: skip
-    if config.piece_blocks and not config.whole_units:
-        fits, pieces = _equal_pieces(nblk, number, config)
-        parts = jax.tree.map(lambda piece, part: jnp.where(fits, piece, part), pieces, parts)
-    is_cut = parts.block[1:] > 0
-    joins = [jnp.where(is_cut & parts.begins, parts.unit[1:], -1), me, parts.last, parts.own_first, parts.own_last]
-    nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
-    line = [nothing, parts.unit[:-1], parts.block[:-1], parts.unit[1:], parts.block[1:], nothing]
-    cta = cta_columns([*line, every(tiles * heads), every(heads)], [*joins, parts.place])
     longest = jnp.max(nblk)
     is_long_and_even = alike & (longest > _whole_blocks(longest, total, config))
-    return _Line(cta, jnp.max(jnp.diff(moved)), is_cut.any(), is_long_and_even)
+    return parts, jnp.max(jnp.diff(moved)), is_long_and_even
 
 
 def _equal_cuts(total, ctas: int):

@@ -12,7 +12,7 @@ from pallas_kernels.gpu.flat_list import may_be_in_waves
 BLOCK_KV = 64  # cached rows of one block
 STAGES = 2  # blocks in shared memory, as they are cached
 PART = 128  # most columns of a part of a stage, see mla_pieces_sm90.py
-PIECE_BLOCKS = 4  # what a CTA's second piece costs, see GpuKernelConfig
+PIECE_BLOCKS = 4  # see GpuKernelConfig
 UNIT_BLOCKS, WHOLE_KEYS = 6, 128
 """GpuKernelConfig.unit_blocks and whole_keys. us, an H200, where with 0 and 512 and all units on a line it was more: 2
 requests of 32000 keys and 60 of 100 to 500, 128 heads, 70 (147); 256 of 50 to 800 keys 101 (162), of 16 heads 48 (67);
