@@ -60,6 +60,10 @@ BATCHES = {  # name -> (query length, total length) of each request, fields of t
     "a piece of one block each": (((1, 64), (1, 1), (1, 40)), {}, 0),
     "a block after pieces without one": (((0, 0), (1, 0), (0, 9), (1, 70), (0, 0)), dict(num_ctas=1), 0),
     "padding tokens alone": (((0, 0), (0, 0)), {}, 3),
+    "five parts, more tokens than few": (((1, 900),), dict(num_heads=64, num_ctas=5), 40),  # merge_parts merges them
+    "long beside short, more tokens than few": (
+        ((1, 20), (1, 1500), (1, 30), (1, 64)), dict(num_heads=64, num_ctas=5), 40,
+    ),
     "three parts of a half, even cuts": (((1, 200), (2, 70)), dict(latent_dim=384, num_ctas=4), 1),
     "e4m3, blocks of many pieces": (
         ((1, 300), (1, 0), (1, 65), (1, 1)), dict(kv_dtype="float8_e4m3fn", page_size=16, num_ctas=2), 3,
