@@ -8,7 +8,18 @@ from typing import Any
 import numpy as np
 
 from jattn import models
-from jattn.errors.arguments import BYTES, boolean, check_fields, check_kind, integer, optional, sequence_of, short, text
+from jattn.errors.arguments import (
+    BYTES,
+    boolean,
+    check_fields,
+    check_kind,
+    integer,
+    no_arguments,
+    optional,
+    sequence_of,
+    short,
+    text,
+)
 from jattn.models.dense import DenseLayer, dense_layer, read_dense
 from jattn.models.embedding import check_dim, output_size
 from jattn.models.model_folder import weights_dtype
@@ -70,7 +81,7 @@ class Embedder:
         """
         taken = {field.name for field in dataclasses.fields(cls)} - {"config", "params"}  # these are read
         if unknown := sorted(options.keys() - taken):
-            raise TypeError(f"{cls.__name__}.from_pretrained has no argument {', '.join(unknown)}")
+            raise no_arguments(f"{cls.__name__}.from_pretrained", unknown, taken)
         dtype = weights_dtype(dtype)
         found = read_sentence_folder(directory)
         pooling = found.pooling if pooling is None else pooling

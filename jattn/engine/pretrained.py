@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from jattn import device
 from jattn.engine import construction
-from jattn.errors.arguments import function, integer, optional
+from jattn.errors.arguments import function, integer, no_arguments, optional
 from jattn.text.chat import load_chat_template
 from jattn.text.tokenizer import load_tokenizer
 
@@ -39,7 +39,8 @@ def make(
     from jattn.models.load import check_cache_quant
 
     if unknown := unknown_names(engine, options):
-        raise TypeError(f"{engine.__name__}.from_pretrained has no argument {', '.join(unknown)}")
+        known = {*_names(engine), *MESH_AXES, "dtype", "quantization", "progress"} - FROM_FOLDER
+        raise no_arguments(f"{engine.__name__}.from_pretrained", unknown, known)
     weight_options: dict[str, Any] = dict(dtype=dtype, quantization=quantization)
     check_options(options | dict(mesh=mesh, expert_parallel=expert_parallel, progress=progress) | weight_options)
     mesh = mesh_of(mesh, **sizes)
@@ -59,13 +60,18 @@ def make(
 
 def unknown_names(engine: type, names: Iterable[str]) -> list[str]:
     """The names that are not arguments of this class, or that are read from the folder."""
+    return sorted({*names} - (_names(engine) - FROM_FOLDER))
+
+
+def _names(engine: type) -> set[str]:
+    """The arguments of this class."""
     taken: set[str] = set()
     for owner in (each for each in engine.__mro__ if "__init__" in vars(each)):
         arguments = inspect.signature(owner).parameters.values()
         taken |= {each.name for each in arguments if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
         if not any(each.kind is each.VAR_KEYWORD for each in arguments):  # it passes no options on to the next class
             break
-    return sorted({*names} - (taken - FROM_FOLDER))
+    return taken
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

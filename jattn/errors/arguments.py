@@ -6,11 +6,12 @@ jit. A call of a rule takes about a microsecond.
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -54,6 +55,14 @@ def takes(**rules: Rule) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return checked_call
 
     return decorate
+
+
+def no_arguments(function: str, unknown: list[str], known: Iterable[str]) -> TypeError:
+    """The error of a call with names that the function does not have."""
+    known = [*known]
+    alike = [name for each in unknown for name in difflib.get_close_matches(each, known, n=1, cutoff=0.7)]
+    meant = f"; did you mean {', '.join(alike)}?" if alike else ""
+    return TypeError(f"{function} has no argument {', '.join(unknown)}{meant}")
 
 
 def check_fields(instance: Any, **rules: Rule) -> None:

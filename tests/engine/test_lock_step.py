@@ -270,7 +270,9 @@ def test_an_option_that_an_engine_does_not_have_is_named_before_a_weight_is_load
     """Also one that is called as the parameters of a signature that take whatever is left."""
     make, _, _ = processes
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(TypeError, match=f"LockStepEngine.from_pretrained has no argument {name}$"):
+    with pytest.raises(
+        TypeError, match=f"LockStepEngine.from_pretrained has no argument {name}(; did you mean dtype[?])?$"
+    ):
         LockStepEngine.from_pretrained(folder_of(tmp_path / "0"), processes=make(0), mesh=mesh(2), **{name: 1})
 
 

@@ -515,10 +515,22 @@ def test_a_folder_needs_as_many_devices_as_it_asks_for(tmp_path, monkeypatch):
         (dict(dtype="int8"), "dtype=int8 of weights must be None or one of float16"),
         (dict(dtype="f2"), "dtype='f2' is not a dtype"),
         (dict(quantization="int3"), "quantization='int3' is not known"),
-        (dict(dtpye="float16", seed=1), "Engine.from_pretrained has no argument dtpye"),
-        (dict(tokenizer=None, config=1), "Engine.from_pretrained has no argument config, tokenizer"),
+        (dict(dtpye="float16", seed=1), "Engine.from_pretrained has no argument dtpye; did you mean dtype[?]$"),
+        (dict(tensor_parallel_size=2), "no argument tensor_parallel_size; did you mean tensor_parallel[?]$"),
+        (dict(tokenizer=None, config=1), "Engine.from_pretrained has no argument config, tokenizer$"),
     ],
-    ids=["no mesh", "no device", "no boolean", "an option of the engine", "int8", "f2", "int3", "no name", "a part"],
+    ids=[
+        "no mesh",
+        "no device",
+        "no boolean",
+        "an option of the engine",
+        "int8",
+        "f2",
+        "int3",
+        "no name",
+        "vLLM's name",
+        "a part",
+    ],
 )
 def test_a_wrong_option_is_named_before_a_weight_is_loaded(tmp_path, monkeypatch, option, words):
     tiny.write(tmp_path)

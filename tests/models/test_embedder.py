@@ -411,7 +411,9 @@ def test_a_reranker_is_refused_by_one_sentence(folder, name):
 
 def test_an_option_that_an_embedder_does_not_have_is_named_before_a_weight_is_loaded(folder, monkeypatch):
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(TypeError, match="^Embedder.from_pretrained has no argument max_token, params$"):
+    with pytest.raises(
+        TypeError, match="^Embedder.from_pretrained has no argument max_token, params; did you mean max_tokens[?]$"
+    ):
         Embedder.from_pretrained(folder, max_token=3, params={})
 
 
