@@ -30,6 +30,7 @@ class Chip:
 
 
 PLATFORMS = ("cpu", "gpu", "tpu")
+ALIASES = {"cuda": "gpu", "rocm": "gpu"}  # JAX's other names of a platform
 
 
 def devices() -> list[Any]:
@@ -162,7 +163,7 @@ def chip_of(platform: "str | Chip | None") -> Chip:
             raise ValueError(f"a Chip's generation={short(platform.generation)} must be a text, such as 'sm_86'")
         capability = platform.compute_capability
         return dataclasses.replace(platform, generation=f"sm_{capability}") if capability else platform
-    name = {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform) if isinstance(platform, str) else None
+    name = ALIASES.get(platform, platform) if isinstance(platform, str) else None
     if name not in PLATFORMS:
         raise ValueError(
             f"platform={short(platform)} is not known; use one of {', '.join(PLATFORMS)}, a "

@@ -25,6 +25,7 @@ import numpy as np
 
 from benchmarks import records
 from benchmarks.gpu import check, cupti, jobs
+from benchmarks.gpu.sweep_cases import beside
 from benchmarks.gpu.write import REPEATS, time_of
 from jattn import CommonAttentionMetadata, MLAAttention, MLAParams, MLASpec, PagedKV, mla_cache_spec
 from pallas_kernels.algebra.logits import LogitRule
@@ -106,15 +107,15 @@ SEVERAL = [  # new tokens of each request
     for b, k, heads in ((32, 8, 128), (128, 4, 16))
     for n in (2, 4)
 ]
-LENGTHS_OF_RAGGED = {
-    "tiny": [50 + 37 * i % 750 for i in range(256)],
-    "long_and_short": [32000] * 2 + [100 + 37 * i % 400 for i in range(60)],
-    "one_long": [64000] + [500 + 37 * i % 1000 for i in range(30)],
-    "law": np.exp(np.random.default_rng(1).uniform(np.log(100), np.log(30000), 64)).astype(int).tolist(),
+RAGGED_LENGTHS = {
+    "tiny": beside(0, 0, 256, 50, 800),
+    "long_and_short": beside(2, 32000, 60, 100, 500),
+    "one_long": beside(1, 64000, 30, 500, 1500),
+    "law": tuple((1, int(n)) for n in np.exp(np.random.default_rng(1).uniform(np.log(100), np.log(30000), 64))),
 }
 RAGGED = [
-    LatentCase(name=f"mla_dec_{name}_h{heads}", lengths=tuple((1, n) for n in lengths), heads=heads)
-    for name, lengths in LENGTHS_OF_RAGGED.items()
+    LatentCase(name=f"mla_dec_{name}_h{heads}", lengths=lengths, heads=heads)
+    for name, lengths in RAGGED_LENGTHS.items()
     for heads in (16, 128)
 ]
 TIMED_8BIT = [dataclasses.replace(case, name=f"{case.name}_fp8", options=E4M3) for case in TIMED]

@@ -8,7 +8,7 @@ from typing import Any
 import jattn
 from jattn.cli import screen
 from jattn.cli.command import add_command
-from jattn.device import PLATFORMS, Chip
+from jattn.device import ALIASES, PLATFORMS, Chip
 
 
 def add(commands) -> None:
@@ -90,7 +90,7 @@ def _platform(text: str | None) -> str | Chip | None:
     for platform, names in (("gpu", r"sm_\d+[af]?"), ("tpu", r"(v|tpu)\d\w*")):
         if text and re.fullmatch(names, text):
             return Chip(platform, text)
-    if text not in (None, *PLATFORMS, "cuda", "rocm"):
+    if text not in (None, *PLATFORMS, *ALIASES):
         raise ValueError(f"platform={text!r} is not known; use one of {', '.join(PLATFORMS)}, a chip (sm_86, v6e)")
     return text
 

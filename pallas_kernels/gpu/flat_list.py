@@ -154,7 +154,7 @@ def _is_better_in_waves(nblk, line: _Line, config):
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]
     unit = wave * ctas + snake(wave, jnp.arange(ctas, dtype=jnp.int32)[None, :], ctas)
-    places = jnp.where(nblk > 0, nblk + config.unit_blocks, 0)
+    places = _places(nblk, config)
     load = jnp.where(unit < tiles * heads, places[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0).sum(axis=0)
     most = line.most.astype(jnp.float32) * WAVES_SHARE + jnp.where(line.is_cut, CUT_KEYS // config.block_kv, 0)
     return (jnp.max(load) <= most) & ~line.is_long_and_even
@@ -172,6 +172,17 @@ def _whole_blocks(nblk, total, config):
     batch as long as C / 2 such units."""
     keys = jnp.where(total >= cdiv(config.workers * nblk, 2), 2 * config.whole_keys, config.whole_keys)
     return keys // config.block_kv
+
+
+def _places(nblk, config):
+    """Places on the line of one of a tile's units: its blocks, and config.unit_blocks behind them."""
+    return jnp.where(nblk > 0, nblk + config.unit_blocks, 0)
+
+
+def _running_sums(x):
+    """Of each element and those before it, by a masked sum, which XLA fuses."""
+    number = jnp.arange(x.shape[0], dtype=jnp.int32)
+    return jnp.sum(jnp.where(number[None, :] <= number[:, None], x[None, :], 0), axis=1)
 
 
 def _only_waves(tiles: int, config):
@@ -214,12 +225,11 @@ def _cut_line(nblk, number, config) -> _Line:
 def _equal_parts(nblk, number, config) -> tuple[_Parts, jax.Array, jax.Array]:
     """(the parts, the most places of one, see _Line.is_long_and_even). CTA c begins at place c * total // C.
 
-    A unit has a place for each block, and config.unit_blocks behind them; a cut among those is the end of the unit.
+    A cut among the places behind a unit's blocks is the end of the unit.
     """
     heads, ctas = config.num_kv_heads, config.workers
-    tile = jnp.arange(nblk.shape[0], dtype=jnp.int32)
-    places = jnp.where(nblk > 0, nblk + config.unit_blocks, 0)
-    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], places[None, :], 0), axis=1) * heads
+    places = _places(nblk, config)
+    ends = _running_sums(places) * heads
     total = ends[-1]
     cut, cta_of = _equal_cuts(total, ctas)
     # the tile of each cut, its first place on the line, the places of one of its units: masked sums, which XLA fuses
@@ -286,8 +296,7 @@ def _equal_pieces(nblk, number, config):
     most = cdiv(total, ctas) + jnp.arange(config.piece_blocks + 1, dtype=jnp.int32)  # candidates for the longest piece
     fits = jnp.sum(cdiv(nblk[None, :], jnp.maximum(most, 1)[:, None]), axis=1) * heads <= ctas
     pieces = cdiv(nblk, jnp.maximum(jnp.min(jnp.where(fits, most, total + 1)), 1))  # of one unit of each tile
-    tile, me = jnp.arange(nblk.shape[0], dtype=jnp.int32), jnp.arange(ctas + 1, dtype=jnp.int32)
-    ends = jnp.sum(jnp.where(tile[None, :] <= tile[:, None], pieces[None, :], 0), axis=1) * heads
+    me, ends = jnp.arange(ctas + 1, dtype=jnp.int32), _running_sums(pieces) * heads
     begins = ends - pieces * heads
     here = (ends[None, :] > me[:, None]) & (begins[None, :] <= me[:, None])
     of_tile = lambda x: jnp.sum(jnp.where(here, x[None, :], 0), axis=1)
