@@ -160,13 +160,15 @@ class Served:
         return row
 
 
-def serve(engine: jattn.Engine, work: list[tuple[list[int], int]]) -> Served:
-    """All requests at once, until the last has ended."""
+def serve(
+    engine: jattn.Engine, work: list[tuple[list[int], int]], params: list[jattn.SamplingParams] | None = None
+) -> Served:
+    """All requests at once, until the last has ended. params: of each request; None: greedy."""
+    greedy = [jattn.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True) for _, new in work]
     arrivals: dict[str, list[tuple[float, int]]] = {}
     begin = time.perf_counter()
-    for prompt, new in work:
-        params = jattn.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
-        arrivals[engine.add_request(prompt, params)] = []
+    for (prompt, _), each in zip(work, params or greedy, strict=True):
+        arrivals[engine.add_request(prompt, each)] = []
     while engine.has_work:
         outputs = engine.step()
         now = time.perf_counter() - begin
