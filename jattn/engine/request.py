@@ -145,13 +145,11 @@ class CompletionState:
             return len(tokens)
         ended = self.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
         shown = tokens[:-1] if self.finish_reason is FinishReason.STOP else tokens
-        each = [[token] for token in shown] if self.seq.params.stop else [shown]
         before = self._text, self.detokenizer.mark()
         try:
-            for count, new in enumerate(each, 1):
-                if self._read(self.detokenizer.add(new)):
-                    self._drop_tokens(len(tokens) - count)
-                    return count
+            if (count := self._read_to_stop(self.detokenizer, shown)) is not None:
+                self._drop_tokens(len(tokens) - count)
+                return count
             if ended:
                 self._read(self.detokenizer.finish())
         except BaseException:  # e.g. SystemExit: the tokens may be taken back
@@ -195,20 +193,35 @@ class CompletionState:
         """The tokens that end the sequence."""
         return frozenset((BAD_TOKEN, *self.stop_ids))
 
+    def _read_to_stop(self, detokenizer: Detokenizer, tokens: list[int]) -> int | None:
+        """Append the text of these tokens. If a stop string ends in it, it ends there, and the number of tokens is
+        returned that complete the string; else None.
+
+        Only a text with a stop string is decoded token by token: that takes six times as long.
+        """
+        mark = detokenizer.mark()
+        text = detokenizer.add(tokens)
+        if not self.seq.params.stop or self._find_stop(text) is None:
+            self._text += text
+            return None
+        detokenizer.reset(mark)
+        return next((count for count, token in enumerate(tokens, 1) if self._read(detokenizer.add([token]))), None)
+
     def _read(self, text: str) -> bool:
         """Append text; returns True if it completes a stop string, where the text ends."""
-        if not text:
-            return False
-        before = len(self._text)
+        found = self._find_stop(text)
         self._text += text
-        params = self.seq.params
-        found = find_stop(self._text, params.stop, before) if params.stop else None
         if found is None:
             return False
         at, stop = found
-        self._text = self._text[: at + (len(stop) if params.include_stop_str_in_output else 0)]
+        self._text = self._text[: at + (len(stop) if self.seq.params.include_stop_str_in_output else 0)]
         self.finish_reason, self.stop, self.error = FinishReason.STOP, stop, None
         return True
+
+    def _find_stop(self, text: str) -> tuple[int, str] | None:
+        """(begin, string) of the first stop string that this text completes, which follows the text so far."""
+        stop = self.seq.params.stop
+        return find_stop(self._text + text, stop, len(self._text)) if stop and text else None
 
     def _drop_tokens(self, count: int) -> None:
         """Remove the last tokens, which are in no snapshot yet."""

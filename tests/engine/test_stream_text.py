@@ -10,6 +10,8 @@ import tokenizers
 from hypothesis import strategies as st
 from tokenizers import decoders, models
 
+from jattn.engine import SamplingParams
+from jattn.engine.request import CompletionState, Sequence
 from jattn.text.detokenizer import Detokenizer, find_stop, held_back
 from jattn.text.tokenizer import ByteTokenizer
 
@@ -204,3 +206,45 @@ def test_stop_strings_cost_the_same_however_long_the_text_is():
             assert find_stop(text, stops, len(text) - 4) is None and held_back(text, stops) == 62
         seconds = (time.perf_counter() - begin) / 50
         assert seconds < 0.2, "a tenth of what reading four million characters 64 times takes"
+
+
+def read_in_bursts(code, prompt, output, params, size):
+    """The completion after these tokens, in bursts of size() tokens; it ends at a stop string."""
+    sequence = Sequence("s", tuple(prompt), params, max_len=len(prompt) + len(output))
+    completion = CompletionState.of("r", sequence, 0, (), code)
+    left = list(output)
+    while left and completion.finish_reason is None:
+        count = size()
+        new = completion.accept(left[:count])
+        sequence.tokens += new
+        assert completion.read_text(new) <= len(new)
+        left = left[count:]
+    return completion.snapshot()
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_sizes_of_bursts_do_not_move_the_end_at_a_stop_string(kind, include):
+    code, rng, stopped = KINDS[kind](), random.Random(11), 0
+    ids = list(getattr(code, "ids", range(2, 259)))
+    few = [id for id in ids if 0 < len(code.decode([id]).strip("\ufffd"))]
+    for _ in range(300):
+        prompt, output = rng.choices(few, k=3), rng.choices(few + ids[:12], k=rng.randrange(1, 30))
+        text = code.decode(output)
+        at = rng.randrange(len(text) + 1)
+        stop = tuple({text[at : at + rng.randrange(1, 9)] or "?", rng.choice(("a b", "onetwo", "\ufffd", "."))})
+        params = SamplingParams(max_tokens=len(output), stop=stop, include_stop_str_in_output=include)
+        read = functools.partial(read_in_bursts, code, prompt, output, params)
+        one_by_one = read(lambda: 1)
+        assert read(lambda: rng.choice((1, 2, 5, 16))) == one_by_one, (prompt, output, stop)
+        stopped += one_by_one.stop is not None
+    assert 60 < stopped < 300
+
+
+def test_a_burst_without_a_stop_string_is_decoded_as_a_whole(monkeypatch):
+    code = byte_level()
+    calls, real = [0], code.decode
+    monkeypatch.setattr(code, "decode", lambda ids: calls.__setitem__(0, calls[0] + 1) or real(ids))
+    output = byte_ids("byte level", code, "ab a b a b ab ab") * 4
+    read_in_bursts(code, output[:4], output, SamplingParams(max_tokens=99, stop=("never", "b?")), lambda: 16)
+    assert calls[0] < len(output)
