@@ -8,7 +8,7 @@ from jattn.engine.data_ranks import AnyScheduler
 from jattn.engine.dispatch import NOT_SAMPLED
 from jattn.engine.outputs import FinishReason, RequestOutput
 from jattn.engine.request import CompletionState, Request, Sequence
-from jattn.engine.runner import DispatchResult, InFlight, logprob_of
+from jattn.engine.runner import DispatchResult, InFlight, logprobs_of
 from jattn.engine.sampling import Sampled
 from jattn.engine.scheduler import Row, StepPlan
 
@@ -184,6 +184,5 @@ def _accept_row(
         return []
     accepted = completion.accept(new)
     if sampled is not None and completion.seq.params.logprobs is not None:
-        count = completion.seq.params.logprobs
-        completion.logprobs += [logprob_of(sampled, i, column, count) for i in range(len(accepted))]
+        completion.logprobs += logprobs_of(sampled, column, len(accepted), completion.seq.params.logprobs)
     return accepted

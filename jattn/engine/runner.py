@@ -15,7 +15,7 @@ import numpy as np
 from jattn.engine import warming, weights
 from jattn.engine.batch import packed_batch
 from jattn.engine.dispatch import ROW_AXES, Batch, Model, RowState, empty_row_state
-from jattn.engine.outputs import TokenLogprob
+from jattn.engine.outputs import TokenLogprob, instance_of
 from jattn.engine.packing import Packed
 from jattn.engine.programs import BrokenProgramError, Programs
 from jattn.engine.sampling import Sampled
@@ -62,11 +62,14 @@ class InFlight:
         return {row.id: i + r for i, rows in zip(firsts, self.device_rows, strict=True) for r, row in enumerate(rows)}
 
 
-def logprob_of(sampled: Sampled, step: int, row: int, count: int) -> TokenLogprob:
-    """The TokenLogprob of a row's token in a step of a dispatch, with the `count` most likely tokens."""
-    at = step, row
-    top = zip(sampled.top_tokens[at][:count].tolist(), sampled.top_logprobs[at][:count].tolist(), strict=True)
-    return TokenLogprob(int(sampled.tokens[at]), float(sampled.logprobs[at]), dict(top))
+def logprobs_of(sampled: Sampled, row: int, steps: int, count: int) -> list[TokenLogprob]:
+    """The TokenLogprob of a row's token in each of the first steps of a dispatch, with `count` of the likeliest tokens."""
+    steps_of_row = [x[:steps, row].tolist() for x in (sampled.tokens, sampled.logprobs)]
+    steps_of_row += [x[:steps, row, :count].tolist() for x in (sampled.top_tokens, sampled.top_logprobs)]
+    return [
+        instance_of(TokenLogprob, {"token_id": token, "logprob": logprob, "top": dict(zip(top, values, strict=True))})
+        for token, logprob, top, values in zip(*steps_of_row, strict=True)
+    ]
 
 
 class Runner:
