@@ -63,7 +63,7 @@ class InFlight:
 
 
 def logprobs_of(sampled: Sampled, row: int, steps: int, count: int) -> list[TokenLogprob]:
-    """The TokenLogprob of a row's token in each of the first steps of a dispatch, with `count` of the likeliest tokens."""
+    """The TokenLogprob of a row's token in each of the first steps of a dispatch, with the `count` likeliest tokens."""
     steps_of_row = [x[:steps, row].tolist() for x in (sampled.tokens, sampled.logprobs)]
     steps_of_row += [x[:steps, row, :count].tolist() for x in (sampled.top_tokens, sampled.top_logprobs)]
     return [

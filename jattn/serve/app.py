@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -18,8 +18,12 @@ from jattn.serve.engine_loop import EngineLoop, OutputStream
 from jattn.serve.handlers import Handlers, make_application, unless_disconnected
 from jattn.serve.options import ServerOptions
 from jattn.serve.responses import ResponseBuilder
+from jattn.serve.token_texts import TokenTexts
 
 log = logging.getLogger("jattn.serve")
+
+MAX_LOGPROBS_AT_ONCE = 512
+"""Log-probabilities that are written while other streams wait, about a millisecond; more are written in a thread."""
 
 
 def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:  # noqa: B008  frozen
@@ -27,8 +31,9 @@ def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starle
     loop = EngineLoop(engine, options.max_queue)
     parsers = body.ParserThreads(options.max_body_bytes)
     handlers = _Handlers(
-        engine=engine, loop=loop, parsers=parsers, options=options, max_model_len=engine.limits.max_model_len
-    )
+        engine=engine, loop=loop, texts=TokenTexts(engine.tokenizer), parsers=parsers, options=options,
+        max_model_len=engine.limits.max_model_len,
+    )  # fmt: skip
     guarded = handlers.guarded
     routes = [
         Route("/v1/completions", guarded(handlers.completions), methods=["POST"]),
@@ -44,6 +49,7 @@ class _Handlers(Handlers):
 
     engine: Engine
     loop: EngineLoop
+    texts: TokenTexts
 
     async def completions(self, request: Request) -> Response:
         max_tokens = self.options.default_max_tokens
@@ -66,7 +72,7 @@ class _Handlers(Handlers):
         parsed = await self.parsers.run(raw, lambda raw: self._tokenized(parse(body.parse(raw, max_prompts, max_len))))
         id = request.scope["state"]["id"]
         self.log_user(request, parsed.user)
-        builder = ResponseBuilder(parsed, id, self.options.model_name, self.engine.tokenizer)
+        builder = ResponseBuilder(parsed, id, self.options.model_name, self.texts)
         stream = self.loop.submit(id, parsed.prompts, parsed.params, parsed.salt)
         if parsed.stream:
             return _EventStreamResponse(builder, stream, parsed)
@@ -107,15 +113,16 @@ class _EventStreamResponse(StreamingResponse):
         self._stream = stream
 
     async def __call__(self, scope, receive, send) -> None:
-        with contextlib.closing(self._stream):
-            await super().__call__(scope, receive, send)
+        with contextlib.closing(self._stream), contextlib.suppress(ClientDisconnect):
+            await unless_disconnected(Request(scope, receive), self.stream_response(send))
 
     async def _events(self, builder: ResponseBuilder, parsed: fields.ParsedBody) -> AsyncIterator[bytes]:
-        has_logprobs = parsed.params.logprobs is not None  # they take long to write: in a thread
         try:
             async for prompt_index, output in self._stream:
                 events = builder.events(prompt_index, output)
-                for event in await asyncio.to_thread(list, events) if has_logprobs else events:
+                if builder.num_unsent_logprobs(prompt_index, output) > MAX_LOGPROBS_AT_ONCE:
+                    events = await asyncio.to_thread(list, events)
+                for event in events:
                     yield _event(event)
             if parsed.include_usage:
                 yield _event(builder.usage_event())

@@ -17,6 +17,11 @@ ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 LONG = {"prompt": "long", "max_tokens": 240, "temperature": 0}
 
 
+def put(inbox, index, update):
+    """Put an update into an inbox, and wake its reader."""
+    Inbox.wake([inbox] if inbox.put(index, update) else [])
+
+
 @contextlib.contextmanager
 def running(engine=None, max_queue=8):
     loop = EngineLoop(make_engine() if engine is None else engine, max_queue)
@@ -199,8 +204,8 @@ def test_an_output_that_comes_after_an_error_does_not_replace_it():
 
     async def main():
         inbox = Inbox()
-        inbox.put(0, StoppedError("the end"))
-        inbox.put(0, 5)
+        put(inbox, 0, StoppedError("the end"))
+        put(inbox, 0, 5)
         assert str((await inbox.get())[0]) == "the end"
 
     asyncio.run(main())
@@ -211,16 +216,39 @@ def test_an_inbox_keeps_the_newest_and_wakes_its_reader_once():
         inbox, calls = Inbox(), []
         loop = asyncio.get_running_loop()
         call, inbox._loop = loop.call_soon_threadsafe, type("Loop", (), {})()
-        inbox._loop.call_soon_threadsafe = lambda f: calls.append(1) or call(f)
+        inbox._loop.call_soon_threadsafe = lambda *f: calls.append(1) or call(*f)
         for i in range(1000):
-            inbox.put(0, i)
-            inbox.put(1, -i)
+            put(inbox, 0, i)
+            put(inbox, 1, -i)
         assert len(inbox._updates) == 2 and len(calls) == 1
         assert await inbox.get() == {0: 999, 1: -999}
-        inbox.put(1, 5)
+        put(inbox, 1, 5)
         assert await inbox.get() == {1: 5}
 
     asyncio.run(main())
+
+
+def test_the_outputs_of_a_step_wake_the_event_loop_once(monkeypatch):
+    """Each call writes to a socket, and the engine's thread then waits for the interpreter."""
+    calls, base = [], asyncio.BaseEventLoop
+    real = base.call_soon_threadsafe
+
+    def counting(self, callback, *args, **more):
+        if threading.current_thread().name == "jattn-engine":
+            calls.append(1)
+        return real(self, callback, *args, **more)
+
+    monkeypatch.setattr(base, "call_soon_threadsafe", counting)
+    with running() as loop:
+
+        async def main():
+            with held(loop.engine):
+                streams = [loop.submit(str(i), ["hello"], params()) for i in range(4)]
+            return await asyncio.gather(*(stream.finished() for stream in streams))
+
+        outputs = asyncio.run(main())
+        assert [len(output.token_ids) for (output,) in outputs] == [3] * 4
+        assert len(calls) <= loop.engine.stats.dispatches
 
 
 def test_no_news_is_lost_between_threads():
@@ -228,7 +256,7 @@ def test_no_news_is_lost_between_threads():
 
     async def main():
         inbox, total = Inbox(), 20_000
-        thread = threading.Thread(target=lambda: [inbox.put(0, i) for i in range(total)])
+        thread = threading.Thread(target=lambda: [put(inbox, 0, i) for i in range(total)])
         thread.start()
         last = -1
         while last != total - 1:

@@ -9,7 +9,8 @@ import pytest
 from jattn.engine import Completion, FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from jattn.serve.errors import encode
 from jattn.serve.fields import ParsedBody
-from jattn.serve.responses import ResponseBuilder, TextOffsets
+from jattn.serve.responses import ResponseBuilder
+from jattn.serve.token_texts import TextOffsets, TokenTexts
 from jattn.text.detokenizer import Detokenizer
 from tests.engine.test_stream_text import KINDS
 from tests.serve.running import serving, wait_until
@@ -56,9 +57,14 @@ def asked(chat=False, **more):
     return ParsedBody(("p",), SamplingParams(logprobs=1), chat, **more)
 
 
+def whole(outputs, tokenizer=None, chat=False):
+    """The response of these outputs."""
+    return ResponseBuilder(asked(chat), "id", "m", TokenTexts(tokenizer or Words())).whole(outputs)
+
+
 def streamed(outputs, chat=False):
     """The choices of every event."""
-    answer = ResponseBuilder(asked(chat), "id", "m", Words())
+    answer = ResponseBuilder(asked(chat), "id", "m", TokenTexts(Words()))
     return [event["choices"][0] for output in outputs for event in answer.events(0, output)]
 
 
@@ -79,26 +85,26 @@ CASES = {  # tokens, characters visible after each, the final text, where each t
 def test_text_offset_is_where_a_tokens_text_begins_and_a_stream_tells_the_same(case):
     tokens, visible, text, want = CASES[case]
     outputs = list(outputs_of(tokens, visible, text))
-    whole = ResponseBuilder(asked(), "id", "m", Words()).whole(outputs[-1:])["choices"][0]
-    assert whole["logprobs"]["text_offset"] == want and whole["text"] == text
+    told = whole(outputs[-1:])["choices"][0]
+    assert told["logprobs"]["text_offset"] == want and told["text"] == text
     choices = streamed(outputs)
     assert "".join(choice["text"] for choice in choices) == text
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        assert [x for choice in choices for x in choice["logprobs"][name]] == whole["logprobs"][name], name
+        assert [x for choice in choices for x in choice["logprobs"][name]] == told["logprobs"][name], name
 
 
 @pytest.mark.parametrize("kind", ["byte fallback", "metaspace, a space before the first", "WordPiece", "byte level"])
 def test_text_offsets_count_in_the_text_that_follows_the_prompts(kind):
     """Decoded alone, the first word of some tokenizers has no space before it; after a prompt it has."""
     code, prompt, output = KINDS[kind](), (3, 4), [4, 3, 4, 3]
-    detokenizer, offsets, ends = Detokenizer(code, prompt), TextOffsets(code, prompt), [0]
+    detokenizer, offsets, ends = Detokenizer(code, prompt), TextOffsets(TokenTexts(code), prompt), [0]
     for token in output:
         ends.append(ends[-1] + len(detokenizer.add([token])))
         offsets.add([token])
     assert offsets.bounds == ends and ends[-1] > 0
     told = tuple(TokenLogprob(token, -0.5, {}) for token in output)
     done = Completion(0, detokenizer.text, tuple(output), told, FinishReason.LENGTH)
-    built = ResponseBuilder(asked(), "id", "m", code).whole([RequestOutput("id", prompt, (done,))])["choices"][0]
+    built = whole([RequestOutput("id", prompt, (done,))], code)["choices"][0]
     assert built["logprobs"]["text_offset"] == ends[:-1]
     assert "".join(built["logprobs"]["tokens"]) == built["text"]
 
@@ -122,22 +128,37 @@ def test_the_chosen_token_is_among_its_top_logprobs():
     """Also if another token of the same text is likelier, and if no other tokens are asked for."""
     tops = [{6: -0.1}, {3: -0.1}, {}]
     (output,) = list(outputs_of([1, 2, 3], [1, 4, 5], "a bcX", tops=tops))[-1:]
-    told = ResponseBuilder(asked(), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]
+    told = whole([output])["choices"][0]["logprobs"]
     assert [top[token] for top, token in zip(told["top_logprobs"], told["tokens"], strict=True)] == [-0.5] * 3
     assert told["top_logprobs"][0] == {"a": -0.5, "token_id:6": -0.1}
-    chat = ResponseBuilder(asked(chat=True), "id", "m", Words()).whole([output])["choices"][0]["logprobs"]["content"]
+    chat = whole([output], chat=True)["choices"][0]["logprobs"]["content"]
     assert all(entry["token"] in [top["token"] for top in entry["top_logprobs"]] for entry in chat)
+
+
+def test_a_tokens_text_is_decoded_once(monkeypatch):
+    """Among 5 likely tokens for each of many, the same come again and again."""
+    code, calls = Words(), []
+    monkeypatch.setattr(Words, "decode", lambda self, ids, real=Words.decode: calls.append(1) or real(self, ids))
+    texts, tokens = TokenTexts(code), [1, 2] * 50
+    for chat in (False, True):
+        tops = [{1: -0.5, 2: -1.5, 3: -2.0, 4: -2.5, 5: -3.0}] * len(tokens)
+        answer = ResponseBuilder(asked(chat), "id", "m", texts)
+        for output in outputs_of(
+            tokens, [len(code.decode(tokens[: i + 1])) for i in range(100)], "a bc" * 50, tops=tops
+        ):
+            calls.clear()
+            list(answer.events(0, output))
+            assert len(calls) <= (16 if len(output.token_ids) < 3 else 2)
 
 
 def test_part_of_a_character_has_no_bytes_and_no_probability_is_beyond_json():
     tops = [{7: float("-inf")}, {8: -0.5}]
     (output,) = list(outputs_of([7, 8], [0, 1], "é", tops=tops))[-1:]
-    whole = ResponseBuilder(asked(chat=True), "id", "m", Words()).whole([output])
-    first = json.loads(encode(whole))["choices"][0]["logprobs"]["content"][0]
+    first = json.loads(encode(whole([output], chat=True)))["choices"][0]["logprobs"]["content"][0]
     assert first["bytes"] is None and first["token"] == "\ufffd"
     lowest = [{7: float("-inf")}, {8: -0.5}]
     (output,) = list(outputs_of([1, 2], [1, 4], "a bc", tops=lowest))[-1:]
-    told = json.loads(encode(ResponseBuilder(asked(), "id", "m", Words()).whole([output])))["choices"][0]["logprobs"]
+    told = json.loads(encode(whole([output])))["choices"][0]["logprobs"]
     assert told["top_logprobs"][0] == {"a": -0.5, "\ufffd": -9999.0}
 
 
@@ -162,7 +183,7 @@ def test_the_work_of_an_event_does_not_grow_with_the_output():
 
         __hash__ = str.__hash__
 
-    answer, costs = ResponseBuilder(asked(), "id", "m", Words()), []
+    answer, costs = ResponseBuilder(asked(), "id", "m", TokenTexts(Words())), []
     for count in range(1, 300):
         told = Counted(TokenLogprob(1, -0.5, {1: -0.5}) for _ in range(count))
         done = Completion(0, Text("a" * count), Counted([1] * count), told)
