@@ -166,6 +166,24 @@ def test_heads_go_one_by_one_where_the_keys_of_a_prefill_exceed_l2(batch, rule, 
 
 
 @pytest.mark.parametrize(
+    ("batch", "group", "heads", "together"),
+    [
+        ([(2000, 2000)] * 4, 1, 40, 4),  # 64 tiles: 256 units
+        ([(3000, 3000)] * 3, 1, 32, 2),
+        ([(2048, 30000)], 4, 8, 4),
+        ([(2000, 2000)] * 4, 1, 37, 37),  # no sets of equal size
+        ([(1, 500)] * 40 + [(2000, 2000)] * 4, 1, 40, 40),  # decodes beside them
+        ([(1, 500)] * 200 + [(2048, 30000)], 4, 8, 8),  # which fill no CTAs
+        ([(1, 500)] * 40 + [(8192, 30000)], 4, 8, 1),
+    ],
+)
+def test_a_set_has_as_few_heads_as_keep_every_cta_busy(batch, group, heads, together):
+    config, starts, seqs, tokens, info, cta, join = make(batch, RULES["causal"], group=group, heads=heads)
+    assert set(cta[:, wl.SET_HEADS]) == {together}
+    check_once(config, starts, seqs, tokens, info, cta, join)
+
+
+@pytest.mark.parametrize(
     ("batch", "mixed"), [([(1000, 1000)], 0), ([(1000, 1000), (1, 50)], 0), ([(1000, 1000)] + [(1, 4000)] * 64, 1)]
 )
 def test_every_other_cta_walks_backward_where_many_decodes_meet_a_prefill(batch, mixed):
