@@ -1,11 +1,12 @@
 """What users ask for, beside greedy tokens: one engine serves the same ragged trace with other options, and over HTTP.
 
-    python -m benchmarks.gpu.loads [--only LOAD,...] [--write | --out DIR] [--small]
+    python -m benchmarks.gpu.loads [--only LOAD,...] [--model 8b] [--write | --out DIR] [--small]
 
-The trace and the random Llama are those of benchmarks.gpu.trace (trace_1b_r256; --small: trace_small). Each token is a
-word, so that text and stop strings cost the host what they cost with a real tokenizer. `over_greedy` is the throughput
-over that of `greedy` in the same run. http: as `jattn serve`, with a client in another process that streams every
-request; http_paced: requests arrive at random, at 0.7 of the rate that `http` reached.
+The trace and the random Llama are those of benchmarks.gpu.trace (trace_1b_r256; --small: trace_small); --model 8b: the
+same requests to a Llama of 8e9 parameters. Each token is a word, so that text and stop strings cost the host what they
+cost with a real tokenizer. `over_greedy` is the throughput over that of `greedy` in the same run. http: as `jattn
+serve`, with a client in another process that streams every request; http_paced: requests arrive at random, at 0.7 of
+the rate that `http` reached.
 """
 
 import argparse
@@ -27,6 +28,11 @@ from jattn.cli.serve import collect_rarely
 from jattn.serve import ServerOptions
 from jattn.serve.server import bind, listen, make_server
 
+SIZES = {
+    "1b": {},
+    "8b": dict(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, head_dim=128),
+}
+"""Fields of the random Llama by model."""
 GREEDY = dict(temperature=0.0)
 SAMPLED = dict(temperature=0.8, top_p=0.95)
 LOADS: dict[str, Sequence[dict]] = {
@@ -110,12 +116,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run and print every load; 1 if one failed, or a program was compiled after warm-up."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.loads", description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="names of loads, separated by commas")
+    parser.add_argument("--model", default="1b", choices=SIZES)
     parser.add_argument("--small", action="store_true", help="a model for a CPU")
     records.add_options(parser)
     args = parser.parse_args(argv)
     wanted = name_lists.known(parser, "--only", args.only, [*LOADS, *HTTP], "load") or [*LOADS, *HTTP]
     shape = trace.SMALL_TRACE if args.small else next(t for t in trace.TRACES if t.name == "trace_1b_r256")
-    config, params = trace.model_of(args.small, 4096)
+    config, params = trace.model_of(args.small, 4096, **SIZES[args.model])
     engine = jattn.Engine(
         config, params, Words(config.vocab_size), max_num_seqs=shape.rows, max_num_batched_tokens=shape.budget,
         max_model_len=shape.longest, prefix_caching=False,
@@ -129,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     for name in wanted:
         row: dict = cupti.attempt(lambda name=name: measure(engine, work, name, rates.get("http")))
-        row = dict(case=name, trace=shape.name) | row
+        row = dict(case=name, variant=args.model, trace=shape.name) | row
         if (rate := row.get("output_tokens_per_s")) is not None:
             rates[name] = rate
             row |= dict(over_greedy=rate / rates["greedy"]) if "greedy" in rates else {}

@@ -78,9 +78,10 @@ TTFT_PAUSE = 0.05  # seconds before each prompt: the card is then cool, as where
 
 
 # ---------------------------------------------------------------------- the engine and what it does
-def model_of(small: bool, positions: int):
-    """(config, weights) of the random Llama."""
-    config = models.config_of(LLAMA | (SMALL if small else {}) | dict(max_position_embeddings=positions))
+def model_of(small: bool, positions: int, **more):
+    """(config, weights) of the random Llama. more: fields of its config."""
+    fields = LLAMA | more | (SMALL if small else {}) | dict(max_position_embeddings=positions)
+    config = models.config_of(fields)
     return config, jax.block_until_ready(models.init_params(config, 0, "float32" if small else "bfloat16"))
 
 

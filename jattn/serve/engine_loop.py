@@ -252,10 +252,11 @@ class EngineLoop:
             request = self._requests.get(output.id)
             if request is None:
                 continue
-            is_aborted = any(completion.finish_reason is FinishReason.ABORT for completion in output.outputs)
-            if output.finished:
+            update: Update = output
+            if output.finished:  # as whatever was aborted
                 self._remove(request)
-            update = FailedError("the engine aborted this request") if is_aborted else output
+                if any(completion.finish_reason is FinishReason.ABORT for completion in output.outputs):
+                    update = FailedError("the engine aborted this request")
             if request.inbox.put(request.index, update):
                 to_wake.append(request.inbox)
         return to_wake
