@@ -25,9 +25,13 @@ in bfloat16 32.9 and 37.7, long ones up to 1 % less."""
 NARROW_ROWS_16BIT, NARROW_ROWS_8BIT = 8, 16
 """Requests of at most so many rows have narrow tiles. Of 16 rows in 16 bits they take 2 % longer than wgmma's."""
 
-UNIT_COST_CONVERTED = 22
-"""What a unit costs besides its blocks (GpuKernelConfig.unit_cost) where tiles are converted: 32 decodes
-and two prompts of 8 heads on one kv head over float8 take 113, and 134 with a unit_cost of 11."""
+UNIT_COST, SHORT_WEIGHT_16BIT = 22, 6
+"""What a unit costs besides its blocks, and a block of a short tile in 16 bits (GpuKernelConfig.unit_cost and
+short_weight), in kernels with long tiles. CTAs that have only short units beside others that compute end late if these
+cost less. us with 11 and 4, and with these: 42 decodes and two chunks of heads of 256 275 and 186; 100 decodes and a
+chunk of 8 heads on one kv head 105 and 83; 153 decodes and a chunk of heads of 256 with a window 321 and 274; 16
+chunks of 128 tokens with heads of 64 248 and 257. Over float8 32 decodes and two prompts of 8 heads on one kv head
+take 113 with 22, 134 with 11; 32 long decodes and three chunks 334, and 401 with a weight of 6."""
 
 UNITS_PER_CTA = 3
 """From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of
@@ -358,10 +362,11 @@ def narrow_beside_long(request: TileRequest) -> dict[str, Any]:
 
 
 def cost_of_units(request: TileRequest) -> dict[str, Any]:
-    """What the ranked list counts for a unit besides its blocks: see UNIT_COST_CONVERTED."""
+    """What the ranked list counts for a unit besides its blocks, and for a block of a short tile: see UNIT_COST."""
     config = request.config
-    converts = config.converts_tiles and config.has_long_tiles and config.compute_dtype is None
-    return {"unit_cost": UNIT_COST_CONVERTED} if converts else {}
+    if not config.has_long_tiles or config.compute_dtype is not None:  # with products in 8 bits not measured
+        return {}
+    return {"unit_cost": UNIT_COST} | ({} if config.converts_tiles else {"short_weight": SHORT_WEIGHT_16BIT})
 
 
 def soft_cap(request: TileRequest) -> dict[str, Any]:

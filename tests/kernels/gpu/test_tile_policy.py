@@ -252,18 +252,20 @@ def test_narrow_tiles_beside_long_ones_over_an_8_bit_cache(fields, narrow):
 
 
 @pytest.mark.parametrize(
-    ("fields", "cost"),
+    ("fields", "costs"),
     [
-        (dict(), 11),
-        (dict(kv_dtype="int8"), 22),
-        (dict(kv_dtype="int8", head_dim=256, v_head_dim=256), 22),
-        (dict(kv_dtype="int8", rows=4), 11),
-        (dict(kv_dtype="int8", rows=32), 11),
-        (dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), 11),
+        (dict(), (22, 6)),
+        (dict(dtype="float16", kv_dtype="float16"), (22, 6)),
+        (dict(kv_dtype="int8"), (22, 4)),
+        (dict(kv_dtype="int8", head_dim=256, v_head_dim=256), (22, 4)),
+        (dict(kv_dtype="int8", rows=4), (11, 4)),
+        (dict(kv_dtype="int8", rows=32), (11, 4)),
+        (dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), (11, 4)),
     ],
 )
-def test_a_unit_costs_more_where_long_tiles_are_converted(fields, cost):
-    assert default_config(**SHAPE | fields).unit_cost == cost
+def test_short_units_cost_more_beside_long_tiles(fields, costs):
+    config = default_config(**SHAPE | fields)
+    assert (config.unit_cost, config.short_weight) == costs
 
 
 @pytest.mark.parametrize(
