@@ -127,19 +127,22 @@ def available() -> bool:
     return spec is not None and spec.origin is not None
 
 
-def mesh_of(chip: str):
-    """A mesh of one device of a chip, whose axis is called x."""
+def mesh_of(chip: str, ranks: int = 1):
+    """A mesh of so many devices of a chip, whose axis is called x."""
     import jax
     from jax.experimental import topologies
 
-    return jax.sharding.Mesh(topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[:1], ("x",))
+    return jax.sharding.Mesh(topologies.get_topology_desc(TOPOLOGIES[chip], "tpu").devices[:ranks], ("x",))
 
 
-def compile_for(chip: str, function, *shapes, donated: tuple[int, ...] = (), options: dict | None = None):
-    """`function` compiled for one device of a chip, arguments given as ShapeDtypeStructs; options: the compiler's."""
+def compile_for(
+    chip: str, function, *shapes, ranks: int = 1, donated: tuple[int, ...] = (), options: dict | None = None
+):
+    """`function` compiled for a chip's mesh of so many ranks, each with whole arguments, which are given as
+    ShapeDtypeStructs; options: the compiler's."""
     import jax
 
-    mesh = mesh_of(chip)
+    mesh = mesh_of(chip, ranks)
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), shapes)
     with jax.set_mesh(mesh):
@@ -184,7 +187,7 @@ def call(shape: Shape, chip: str = "v6e"):
     def attend(q, cache, meta, params):
         return attn.attend(q, cache, attn.build(meta), params)
 
-    if shape.ranks > 1:  # over the mesh of compile_for, whose axis stands for the ranks
+    if shape.ranks > 1:  # over the axis of the mesh of compile_for
         once = jax.sharding.PartitionSpec()
         attend = jax.shard_map(attend, in_specs=once, out_specs=once, check_vma=False)
     return attend, (q, cache, meta, params)
@@ -257,7 +260,7 @@ def compile_one(shape: Shape, chip: str) -> dict:
     start = time.perf_counter()
     try:
         function, arguments = call(shape, chip)
-        compile_for(chip, function, *arguments)
+        compile_for(chip, function, *arguments, ranks=shape.ranks)
     except Exception as error:  # the compiler raises many kinds; the message is the answer
         return dict(shape=shape.name, chip=chip, ok=False, error=str(error)[:2000])
     return dict(shape=shape.name, chip=chip, ok=True, seconds=round(time.perf_counter() - start, 1))

@@ -176,7 +176,7 @@ def launches(cell: Cell, chip: str) -> list[tuple]:
     jax.clear_caches()  # a call that was traced before, for another cell with the same launch, is not traced again
     with mock.patch.multiple(paged_attention, _launch=seen), mock.patch.multiple(pallas_tpu, default_config=small):
         function, arguments = aot.call(shape, chip)
-        with jax.set_mesh(aot.mesh_of(chip)):
+        with jax.set_mesh(aot.mesh_of(chip, shape.ranks)):
             jax.eval_shape(function, *arguments)
     assert found, "the call has no launch"
     return found

@@ -84,10 +84,14 @@ def test_the_record_has_each_cell_compiled_and_no_other():
 
 @pytest.mark.skipif(not aot.available(), reason="the libtpu wheel is not installed: pip install libtpu")
 def test_options_together_compile_and_a_refusal_has_its_reason():
-    """A prompt and two batches of decodes with all options that go together; a page that the kernel refuses."""
+    """A prompt and two batches of decodes with all options that go together; keys on ranks, each a device of the mesh;
+    a page that the kernel refuses."""
     program = """
-from benchmarks.tpu import options
-found = options.results("v6e", options.TOGETHER[6:9])
+from benchmarks.tpu import aot, options
+found = options.results("v6e", [*options.TOGETHER[6:9], options.PLAIN | dict(ranks="2 ranks", job="decodes")])
+(shape,) = [shape for shape in aot.SHAPES if shape.name == "keys_on_4_ranks"]
+row = aot.compile_one(shape, "v6e")
+found.append("compiled" if row["ok"] else row["error"])
 options.FACTORS["page"]["24"] = dict(cache=dict(block_size=24))
 import json
 print(json.dumps(found + options.results("v6e", [options.PLAIN | dict(page="24")])))
@@ -98,4 +102,4 @@ print(json.dumps(found + options.results("v6e", [options.PLAIN | dict(page="24")
     )
     assert done.returncode == 0, done.stderr
     *together, refused = json.loads(done.stdout.splitlines()[-1])
-    assert together == ["compiled"] * 3 and refused.startswith("refused: ")
+    assert together == ["compiled"] * 5 and refused.startswith("refused: ")
