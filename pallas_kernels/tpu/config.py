@@ -56,8 +56,8 @@ class TpuKernelConfig:
     chunk_rows: int = 128  # query rows of one matrix product
     short_heads: int = 8  # kv heads that are unrolled in the body of few rows
     long_heads: int = 8  # the same in the body of many rows
-    values_behind: int = 2  # heads between a head's weights and their product with values; 0: half are not stored
-    early_heads: int = 0  # heads of a step whose product with values precedes another head's logits; 0 if behind is 0
+    values_behind: int = 2  # the product with values is so many heads behind the weights; 0: half are not stored
+    early_heads: int = 0  # so many of these products come before a later head's logits, not after; 0 if behind is 0
 
     @property
     def group(self) -> int:
@@ -165,7 +165,7 @@ class TpuKernelConfig:
         """Are the rows of a kv head read from tokens [H D] as they are? Elsewhere row_order.py orders them once a tile.
 
         Groups of whole packs are such rows if a chunk has whole tokens. A smaller group is where every tile has one
-        token: it is in a window of 8 rows of [H D], which `shared` describes.
+        token: it is in one half pack, 8 rows of [H D], which may have the heads of several kv heads.
         """
         if self.group % PACK == 0:
             return not self.long_tiles or (self.chunk_rows % self.group == 0 and self.beside == 1)
@@ -174,8 +174,8 @@ class TpuKernelConfig:
         return self.tile_tokens == 1 and 8 % self.group == 0 and self.num_heads % PACK == 0 and known
 
     @property
-    def has_windows(self) -> bool:
-        """Are the rows of a kv head in a window of 8 rows, which it may share with others?"""
+    def has_half_packs(self) -> bool:
+        """Are the rows of a kv head read in place from half a pack, which it may share with other kv heads?"""
         return self.in_place and self.group < PACK
 
     @property
@@ -191,8 +191,8 @@ class TpuKernelConfig:
         return 0 if self.in_place else max(self.rows, cdiv(self.buffered_tokens * self.group, PACK) * PACK)
 
     @property
-    def shared(self) -> int:
-        """kv heads whose query heads are in one window of rows."""
+    def heads_of_half_pack(self) -> int:
+        """kv heads whose query heads are in one half pack."""
         return max(1, self.few_rows // self.group)
 
     @property

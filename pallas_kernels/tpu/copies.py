@@ -37,7 +37,7 @@ class HbmRefs(NamedTuple):
     q: Any  # [T H D], in place [T H D * beside]
     k: Any  # [N K S key_dim]; in the layout NHD [N S K key_dim], in HND128 [N K S*D/128 128]
     out: Any  # [T H V]
-    lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k, or window k
+    lse: Any  # f32[packs 16 lse_lanes]; lane k is kv head k, or half pack k
     v: Any = None  # the same with V; None where the values are part of the keys
     k_token: Any = None  # f32[N K S] scales
     v_token: Any = None  # the same of the values
@@ -67,7 +67,7 @@ class Buffers(NamedTuple):
     q_rows: Any = None
     out_words: Any = None
     out_rows: Any = None
-    q_windows: Any = None  # [K 16 D * beside]: the window of each kv head, with config.has_windows
+    q_half_packs: Any = None  # [K 16 D * beside]: the half pack of each kv head, with config.has_half_packs
     s: Any = None  # f32[staged_heads chunk_rows step_keys] logits, in the body of many rows
     top: Any = None  # f32[staged_heads chunk_rows 128] their maxima by lane
     alpha: Any = None  # the same: what the sums of values before are multiplied with
@@ -96,7 +96,11 @@ class TileItem(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """The copies of one launch. i: a tile of the work list; b: a block of its key range; side: half of a buffer."""
+    """The copies of one launch. i: a tile of the work list; b: a block of its key range.
+
+    side: half of the double buffers of keys, alternating from block to block; half: of those of queries and outputs,
+    alternating from tile to tile.
+    """
 
     config: TpuKernelConfig
     num_columns: int  # B
@@ -116,45 +120,50 @@ class Copies:
         first = item.req * self.num_columns + item.page + b * self.config.block_pages
 
         def page(j, _):
-            for copy in self._page(self.s.block_table[first + j], j, side):
+            for copy in self._page_copies(self.s.block_table[first + j], j, side):
                 copy.start()
             return ()
 
-        lax.fori_loop(0, self._live(item, b), page, ())
+        lax.fori_loop(0, self._live_pages(item, b), page, ())
 
     def wait_keys(self, item: TileItem, b, side):
         """Waits until they are in VMEM: for a whole block at once, otherwise page by page."""
-        live = self._live(item, b)
+        live = self._live_pages(item, b)
 
         def some():
             def page(j, _):
-                for copy in self._page(0, j, side):
+                for copy in self._page_copies(0, j, side):
                     copy.wait()
                 return ()
 
             lax.fori_loop(0, live, page, ())
 
         def whole():
-            for at, _, ref in self._pools:
-                pltpu.make_async_copy(ref.at[side], ref.at[side], self.buf.sems.at[at, side]).wait()
+            for name, _, ref in self._pools:
+                pltpu.make_async_copy(ref.at[side], ref.at[side], self._sem(name, side)).wait()
 
         lax.cond(live == self.config.block_pages, whole, some)
 
-    def _live(self, item: TileItem, b):
+    def _live_pages(self, item: TileItem, b):
         """Pages of block b that the tile needs."""
         left = item.pages - b * self.config.block_pages
         return lax.clamp(0, left, self.config.block_pages)
 
-    def _page(self, page, j, side):
-        for at, pool, ref in self._pools:
-            yield pltpu.make_async_copy(pool.at[page], ref.at[side, j], self.buf.sems.at[at, side])
+    def _page_copies(self, page, j, side):
+        """Of page `page` of each pool to place j of a buffer."""
+        for name, pool, ref in self._pools:
+            yield pltpu.make_async_copy(pool.at[page], ref.at[side, j], self._sem(name, side))
+
+    def _sem(self, name: str, half):
+        """The semaphore of one half of a double buffer."""
+        return self.buf.sems.at[SEMAPHORES.index(name), half]
 
     @property
-    def _pools(self) -> Iterator[tuple[int, Any, Any]]:
-        """(row of the semaphores, array in HBM, buffer) of what is fetched page by page."""
+    def _pools(self) -> Iterator[tuple[str, Any, Any]]:
+        """(name, array in HBM, buffer) of what is fetched page by page."""
         for name in self.config.paged_arrays:
             ordered, fetched = (getattr(self.buf, field, None) for field in (name, f"{name}_fetched"))
-            yield SEMAPHORES.index(name), getattr(self.hbm, name), ordered if fetched is None else fetched
+            yield name, getattr(self.hbm, name), ordered if fetched is None else fetched
 
     def order_heads_first(self, item: TileItem, b, side):
         """Puts the pages of a block that were fetched in the order NHD into that of HND, in VMEM."""
@@ -165,50 +174,49 @@ class Copies:
                 ordered[0, j] = jnp.swapaxes(fetched[side, j], 0, 1)
             return ()
 
-        lax.fori_loop(0, self._live(item, b), page, ())
+        lax.fori_loop(0, self._live_pages(item, b), page, ())
 
     def start_q(self, i):
         """Starts to fetch the queries of tile i, and what is given for each row."""
-        self._each_row_copy(i, self._queries, self._rows, lambda copy: copy.start())
+        self._each_copy(i, self._query_copy, self._row_copies, lambda copy: copy.start())
 
     def wait_q(self, i):
         """Waits until they are in VMEM."""
-        self._each_row_copy(i, self._queries, self._rows, lambda copy: copy.wait())
+        self._each_copy(i, self._query_copy, self._row_copies, lambda copy: copy.wait())
 
-    def _each_row_copy(self, i, arrays, packed, do):
-        """do(copy) for the copies of tile i: of the tokens, and of what is packed."""
+    def _each_copy(self, i, of_tokens, of_pack, do):
+        """do(copy) for the copies of tile i: the one of its tokens, and those of each of its packs."""
         item, half = self.item(i), lax.rem(i, 2)
-        do(arrays(*self._tokens(item.token, item.tokens), half))
-        self._each_pack(item, lambda j, pack: [do(copy) for copy in packed(pack, j, half)])
+        do(of_tokens(*self._tokens(item.token, item.tokens), half))
+        self._each_pack(item, lambda j, pack: [do(copy) for copy in of_pack(pack, j, half)])
 
     def _tokens(self, first, count):
         """(slice of [T H D], slice of a buffer of tokens)."""
         count = 1 if self.config.tile_tokens == 1 else count
         return pl.ds(first, count), pl.ds(0, count)
 
-    def _queries(self, tokens, buffered, half):
-        return pltpu.make_async_copy(self.hbm.q.at[tokens], self.buf.q.at[half, buffered], self.buf.sems.at[0, half])
+    def _query_copy(self, tokens, buffered, half):
+        return pltpu.make_async_copy(self.hbm.q.at[tokens], self.buf.q.at[half, buffered], self._sem("q", half))
 
-    def _outputs(self, tokens, buffered, half):
-        return pltpu.make_async_copy(
-            self.buf.out.at[half, buffered], self.hbm.out.at[tokens], self.buf.sems.at[3, half]
-        )
+    def _output_copy(self, tokens, buffered, half):
+        return pltpu.make_async_copy(self.buf.out.at[half, buffered], self.hbm.out.at[tokens], self._sem("out", half))
 
-    def _rows(self, pack, j, half):
+    def _row_copies(self, pack, j, half):
+        """Of what is given for each row of a pack."""
         for name in self.config.row_arrays:
             source, target = getattr(self.hbm, name).at[pack], getattr(self.buf, name).at[half, j]
-            yield pltpu.make_async_copy(source, target, self.buf.sems.at[SEMAPHORES.index(name), half])
+            yield pltpu.make_async_copy(source, target, self._sem(name, half))
 
     def start_out(self, i):
         """Starts to write back the output and lse of tile i."""
-        self._each_row_copy(i, self._outputs, self._out, lambda copy: copy.start())
+        self._each_copy(i, self._output_copy, self._lse_copies, lambda copy: copy.start())
 
     def wait_out(self, i):
         """Waits until they are written; their half may then be used again."""
-        self._each_row_copy(i, self._outputs, self._out, lambda copy: copy.wait())
+        self._each_copy(i, self._output_copy, self._lse_copies, lambda copy: copy.wait())
 
-    def _out(self, pack, j, half):
-        yield pltpu.make_async_copy(self.buf.lse.at[half, j], self.hbm.lse.at[pack], self.buf.sems.at[4, half])
+    def _lse_copies(self, pack, j, half):
+        yield pltpu.make_async_copy(self.buf.lse.at[half, j], self.hbm.lse.at[pack], self._sem("lse", half))
 
     def clear_padding(self, count):
         """Sets the outputs of tokens behind those of all tiles to 0. No output is being written."""
@@ -219,7 +227,7 @@ class Copies:
         def each(do):
             def box(j, _):
                 first = end + j * size
-                do(self._outputs(*self._tokens(first, jnp.minimum(total - first, size)), 0))
+                do(self._output_copy(*self._tokens(first, jnp.minimum(total - first, size)), 0))
                 return ()
 
             lax.fori_loop(0, boxes, box, ())

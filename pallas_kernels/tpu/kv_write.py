@@ -1,9 +1,10 @@
 """Writes rows of keys and values to their slots: one Mosaic launch for both pools, in place.
 
-A row of a token and head lies among others in a tile of VMEM, so what is fetched and written back is a pack: 8 words of
-32 bits for each lane, of all heads at once. Slots are put into order by XLA; those that share a pack are a group, one
-after the other in the launch, so a pack is fetched and written once and two groups never touch the same memory. Groups
-go through a ring of buffers: copies in and out of several are in flight while the rows of one are put in place.
+A row of a token and head lies among others in a tile of VMEM, so what is fetched and written back is a pack of a pool
+(config.PACK is another: of rows of queries): 8 words of 32 bits for each lane, of all heads at once. Slots are put into
+order by XLA; those that share a pack are a group, one after the other in the launch, so a pack is fetched and written
+once and two groups never touch the same memory. Groups go through a ring of buffers: copies in and out of several are
+in flight while the rows of one are put in place.
 """
 
 import dataclasses

@@ -13,6 +13,16 @@
           outputs of tokens of no tile := 0
       lse_of_tokens                            work_list.py: lse in the order [T, H]
 
+Terms, from large to small (their sizes are fields of TpuKernelConfig):
+
+    tile    consecutive new tokens of one request: tile_tokens tokens times the G query heads of each kv head. A row is
+            one token and one query head. Row r of a kv head is token r // G, head r % G of its group
+    chunk   chunk_rows rows of a tile: one matrix product. A tile of at most few_rows rows has no chunks
+    pack    16 rows, or 8 in a half pack: what one copy of ranges, biases or lse moves
+    block   block_kv keys of a request, fetched together, page by page, of all kv heads
+    step    keys of a block that a chunk takes at once where all its rows see them all: step_kv
+    part    keys of a block that it takes at once where some row does not: part_kv
+
 Parts of a block that every row of a chunk sees are computed without a mask, parts that none sees are skipped. Keys that
 are not the request's are kept out of every product: the tail of a page may hold NaN. A tile of few rows, such as one
 token, has a body of its own instead of chunks. Queries and outputs are copied from and to [T, H, ...] as they are;
@@ -185,8 +195,8 @@ def _scratch(c: TpuKernelConfig) -> dict[str, Any]:
     if not c.in_place:
         found["q_words"], found["q_rows"] = query_order(c).scratch(c.ordered_rows)
         found["out_words"], found["out_rows"] = output_order(c).scratch(c.ordered_rows)
-    if c.has_windows:
-        found["q_windows"] = pltpu.VMEM((heads, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype))
+    if c.has_half_packs:
+        found["q_half_packs"] = pltpu.VMEM((heads, PACK, c.head_dim * c.beside), jnp.dtype(c.dtype))
     if c.long_tiles:
         step, lanes = ((c.staged_heads, c.chunk_rows, n) for n in (c.step_keys, LANES))
         found |= dict(s=pltpu.VMEM(step, f32), p=pltpu.VMEM(step, jnp.dtype(c.compute_dtype)))

@@ -24,8 +24,8 @@ LOG2E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)  # the maximum of a row that has seen no key: -inf - LOWEST is -inf
 
 
-class KeyPart(NamedTuple):
-    """Consecutive pages in one half of the double buffer."""
+class KeySlice(NamedTuple):
+    """The keys of one step: a part, several parts or a whole block, in one half of the double buffer."""
 
     side: Any  # i32[]
     page: Any  # i32[] first page
@@ -53,8 +53,9 @@ class QueryTile:
 
         def fresh(heads, first, rows):
             for head in heads:
-                if self.c.has_windows:  # once a tile: half a pack is not read again in each block
-                    self.buf.q_windows[head, :rows] = self.buf.q[self.half, 0, self._rows_of(self._window(head))]
+                if self.c.has_half_packs:  # once a tile: half a pack is not read again in each block
+                    place = self._rows_of(self._half_pack_of(head))
+                    self.buf.q_half_packs[head, :rows] = self.buf.q[self.half, 0, place]
                 at = (head, pl.ds(first, rows))
                 self.buf.m[at] = jnp.full((rows, LANES), LOWEST, jnp.float32)
                 self.buf.l[at] = jnp.zeros((rows, LANES), jnp.float32)
@@ -115,18 +116,18 @@ class QueryTile:
         c, item = self.c, self.item
         whole = (first_key >= item.full_start) & (first_key + c.block_keys <= item.full_end)
 
-        def add(keys: KeyPart):
+        def add(keys: KeySlice):
             _heads(c, c.short_heads, lambda heads: self._step(keys, heads, 0, c.few_rows))
 
         def parts():
             def part(j, _):
-                add(KeyPart(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True))
+                add(KeySlice(side, j * c.part_pages, c.part_pages, first_key + j * c.part_keys, True))
                 return ()
 
             start, stop = (lax.clamp(0, key - first_key, c.block_keys) for key in (item.kv_start, item.kv_end))
             lax.fori_loop(_down(start, c.part_keys), _up(stop, c.part_keys), part, ())
 
-        lax.cond(whole, lambda: add(KeyPart(side, 0, c.block_pages, first_key, False)), parts)
+        lax.cond(whole, lambda: add(KeySlice(side, 0, c.block_pages, first_key, False)), parts)
 
     def _add_to_chunk(self, side, first_key, first):
         """Only the parts that some row of the chunk sees. Those that every row sees need no mask: several at once."""
@@ -139,7 +140,7 @@ class QueryTile:
         steps = lax.div(full_end - full, c.step_parts)
 
         def add(part, parts: int, masked: bool):
-            keys = KeyPart(side, part * c.part_pages, parts * c.part_pages, first_key + part * c.part_keys, masked)
+            keys = KeySlice(side, part * c.part_pages, parts * c.part_pages, first_key + part * c.part_keys, masked)
             _heads(c, c.long_heads, lambda heads: self._staged_step(keys, heads, first, c.chunk_rows))
             return ()
 
@@ -167,8 +168,8 @@ class QueryTile:
 
     def finish(self):
         """Writes the output and the lse of the state; lane k of the lse is kv head k."""
-        if self.c.has_windows:
-            return _heads(self.c, self.c.short_heads, self._finish_windows)
+        if self.c.has_half_packs:
+            return _heads(self.c, self.c.short_heads, self._finish_half_packs)
 
         def end(heads, first, rows):
             lane = lax.broadcasted_iota(jnp.int32, (rows, self.c.lse_lanes), 1)
@@ -188,23 +189,23 @@ class QueryTile:
             tokens = self.buf.out.at[self.half]
             output_order(self.c).to_tokens(self.buf.out_rows, self.buf.out_words, tokens, self.item.tokens)
 
-    def _finish_windows(self, heads):
-        """The same where several heads share a window of rows; lane k of the lse is window k."""
+    def _finish_half_packs(self, heads):
+        """The same where several heads share half a pack; lane k of the lse is half pack k."""
         c = self.c
-        rows, windows = c.few_rows, []
+        rows, half_packs = c.few_rows, []
         shape, row = (rows, c.lse_lanes), lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         lane, lses = lax.broadcasted_iota(jnp.int32, shape, 1), jnp.zeros(shape, jnp.float32)
-        for i in range(0, len(heads), c.shared):
-            window, total = self._window(heads[i]), None
-            windows.append(window)
-            for j, head in enumerate(heads[i : i + c.shared]):
+        for i in range(0, len(heads), c.heads_of_half_pack):
+            half_pack, total = self._half_pack_of(heads[i]), None
+            half_packs.append(half_pack)
+            for j, head in enumerate(heads[i : i + c.heads_of_half_pack]):
                 out, lse = self._finished(head, 0, rows)
                 mine = (row >= j * c.group) & (row < (j + 1) * c.group)
                 total = out if total is None else jnp.where(mine, out, total)
-                lses = jnp.where((lane == window) & mine, lse[:, None], lses)
+                lses = jnp.where((lane == half_pack) & mine, lse[:, None], lses)
             assert total is not None
-            self.buf.out[self.half, 0, self._rows_of(window)] = total.astype(self.buf.out.dtype)
-        self._keep_lse(lane, windows, lses, 0, rows)
+            self.buf.out[self.half, 0, self._rows_of(half_pack)] = total.astype(self.buf.out.dtype)
+        self._keep_lse(lane, half_packs, lses, 0, rows)
 
     def _finished(self, head, first, rows: int):
         """(out f32[rows V], lse f32[rows]) of a head's state."""
@@ -215,14 +216,14 @@ class QueryTile:
         out, lse = softmax.finish(m, l, self._whole_sum(self.buf.acc[at]), sink)
         return out * self.scales[self.c.num_kv_heads + head], lse
 
-    def _window(self, head):
-        """The window of a kv head's query heads."""
-        return head // self.c.shared if self.c.shared > 1 else head
+    def _half_pack_of(self, head):
+        """The number of the half pack that has a kv head's query heads."""
+        return head // self.c.heads_of_half_pack if self.c.heads_of_half_pack > 1 else head
 
-    def _rows_of(self, window):
-        """The rows of a window in [H D]."""
+    def _rows_of(self, half_pack):
+        """The rows of a half pack in [H D]."""
         rows = self.c.few_rows
-        return pl.ds(window * rows if isinstance(window, int) else pl.multiple_of(window * rows, rows), rows)
+        return pl.ds(half_pack * rows if isinstance(half_pack, int) else pl.multiple_of(half_pack * rows, rows), rows)
 
     def _tokens_of(self, head, first, rows: int):
         """Where rows of a kv head are in [tokens H D], in place."""
@@ -268,7 +269,7 @@ class QueryTile:
 
         return lax.cond(live <= c.few_rows, few, chunks)
 
-    def _step(self, keys: KeyPart, heads, first, rows: int):
+    def _step(self, keys: KeySlice, heads, first, rows: int):
         """One step of the recurrence for some heads and few rows.
 
         The dots of all heads are computed before the first softmax, so that the compiler can overlap one head's
@@ -283,7 +284,7 @@ class QueryTile:
         for x, weighed, head in zip(at, weights, heads, strict=True):
             self.buf.m[x], self.buf.l[x], self.buf.acc[x] = self._sum_values(weighed, keys, head)
 
-    def _staged_step(self, keys: KeyPart, heads, first, rows: int):
+    def _staged_step(self, keys: KeySlice, heads, first, rows: int):
         """The same for many rows, through VMEM: few logits and weights are in registers at a time.
 
         A turn computes the logits of one head, the weights of the head before it, and the sum of values of the head
@@ -311,7 +312,7 @@ class QueryTile:
             if early <= k < len(heads):
                 add_values(k)
 
-    def _stage_logits(self, keys: KeyPart, head, first, rows: int, i: int):
+    def _stage_logits(self, keys: KeySlice, head, first, rows: int, i: int):
         """Stores the masked logits of a head in place i, and their maxima by lane."""
         logits = self._masked_logits(self._dots(keys, head, first, rows), keys, head, first, rows)
         columns = [logits[:, c] for c in self._columns(logits.shape[1])]
@@ -320,7 +321,7 @@ class QueryTile:
         top = functools.reduce(jnp.maximum, columns)
         self.buf.top[i, :rows] = top if top.shape[1] == LANES else _lanes(jnp.max(top, -1, keepdims=True), LANES)
 
-    def _stage_weights(self, keys: KeyPart, head, first, rows: int, i: int):
+    def _stage_weights(self, keys: KeySlice, head, first, rows: int, i: int):
         """Stores the weights of the logits in place i, and the factor of the sum of values before these keys.
 
         Returns the columns of weights that are not stored.
@@ -357,7 +358,7 @@ class QueryTile:
         width = LANES if count % LANES == 0 else count
         return [slice(i, i + width) for i in range(0, count, width)]
 
-    def _dots(self, keys: KeyPart, head, first, rows: int):
+    def _dots(self, keys: KeySlice, head, first, rows: int):
         """f32[rows keys] of a head."""
         q = self._queries(head, first, rows).astype(self.c.compute_dtype)
         k = self._stored(self.buf.k, keys, head)
@@ -375,15 +376,15 @@ class QueryTile:
         chosen = [jnp.where(group == i, words, jnp.zeros_like(words)) for i in range(self.c.beside)]
         return chosen if words is x else [pltpu.bitcast(y, x.dtype) for y in chosen]
 
-    def _stored(self, buffer, keys: KeyPart, head):
+    def _stored(self, buffer, keys: KeySlice, head):
         """[keys dim] of a head, in the dtype of the products."""
         rows = buffer[keys.side, pl.ds(keys.page, keys.pages), head]
         return _cast(rows.reshape(-1, rows.shape[-1]), self.c)
 
-    def _masked_logits(self, dots, keys: KeyPart, head, first, rows: int):
+    def _masked_logits(self, dots, keys: KeySlice, head, first, rows: int):
         """Base-2 logits; -inf where a row does not see a key."""
         c = self.c
-        where = self._where(keys, head, first, dots.shape)
+        where = self._coordinates(keys, head, first, dots.shape)
         if c.token_scales:
             dots = dots * self._token_scales(self.buf.k_token, keys, head)
         logits = self._logits(dots, keys, head, first, rows, where)
@@ -392,7 +393,7 @@ class QueryTile:
             logits = jnp.where(seen, logits, softmax.NEG_INF)
         return logits
 
-    def _weights(self, state, keys: KeyPart, head, first, rows: int, dots):
+    def _weights(self, state, keys: KeySlice, head, first, rows: int, dots):
         """(m, l, acc, alpha, p) of a head after these keys, where acc still has to be updated with alpha and p."""
         c = self.c
         logits = self._masked_logits(dots, keys, head, first, rows)
@@ -413,22 +414,22 @@ class QueryTile:
             seen = seen & (kv_pos < item.kv_end)
         return seen
 
-    def _seen_by_range(self, keys: KeyPart, first, rows: int, where):
+    def _seen_by_range(self, keys: KeySlice, first, rows: int, where):
         """Which keys are in the range of each row, and not hidden by mask_fn."""
-        bounds = self._given(self.buf.ranges, first, rows)
+        bounds = self._given_by_row(self.buf.ranges, first, rows)
         at = keys.first + self._keys_of_columns(keys.pages * self.c.page_size)
         seen = (at >= bounds[:, 0:1]) & (at < bounds[:, 1:2])
         return seen if self.c.mask.mask_fn is None else seen & self.c.mask.mask_fn(*where)
 
-    def _given(self, buffer, first, rows: int):
+    def _given_by_row(self, buffer, first, rows: int):
         """[rows lanes] of what was fetched for each row."""
-        if self.c.has_windows:  # of one token, whose first rows alone were given
+        if self.c.has_half_packs:  # of one token, whose first rows alone were given
             return jnp.broadcast_to(buffer[self.half, 0, :1], (rows, buffer.shape[-1]))
         if rows < PACK:
             return buffer[self.half, 0, :rows]
         return buffer[self.half, _packs(first, rows)].reshape(rows, buffer.shape[-1])
 
-    def _token_scales(self, buffer, keys: KeyPart, head):
+    def _token_scales(self, buffer, keys: KeySlice, head):
         """f32[1 keys] scales of a head's keys or values; 0 outside the tile's range, where they may be NaN."""
         item, size = self.item, self.c.page_size
         if size % LANES == 0:
@@ -446,7 +447,7 @@ class QueryTile:
         at = keys.first + lax.broadcasted_iota(jnp.int32, scales.shape, 1)
         return jnp.where((at >= item.kv_start) & (at < item.kv_end), scales, 0.0)
 
-    def _where(self, keys: KeyPart, head, first, shape: tuple[int, int]):
+    def _coordinates(self, keys: KeySlice, head, first, shape: tuple[int, int]):
         """(query head, q_pos, kv_pos) of some rows and keys: None if no rule needs them, whole for a user's function.
 
         Such a function may return the shape of any of its arguments, and Mosaic does not broadcast bools.
@@ -457,7 +458,7 @@ class QueryTile:
             return None, None, None
         row = first + lax.broadcasted_iota(jnp.int32, (shape[0], 1), 0)
         kv_pos = self._positions(keys.first + self._keys_of_columns(shape[1]))
-        q_pos = self.item.q_first + (jnp.zeros_like(row) if c.has_windows else _token_of(c, row))
+        q_pos = self.item.q_first + (jnp.zeros_like(row) if c.has_half_packs else _token_of(c, row))
         if not c.has_functions:
             return None, q_pos, kv_pos
         return tuple(jnp.broadcast_to(x, shape) for x in (head * c.group + _member_of(c, row), q_pos, kv_pos))
@@ -470,20 +471,21 @@ class QueryTile:
         turn = lax.div(index, run)
         return (turn * world + self.item.rank) * run + (index - turn * run)
 
-    def _bias(self, keys: KeyPart, first, rows: int):
+    def _bias(self, keys: KeySlice, first, rows: int):
         """f32[rows keys] biases of the request's new tokens, whose token j is key context + j; 0 elsewhere."""
         lanes, count = self.c.bias_lanes, keys.pages * self.c.page_size
         shift = self.item.context - keys.first  # of token 0
-        rolled = pltpu.roll(self._given(self.buf.bias, first, rows), lax.rem(lax.rem(shift, lanes) + lanes, lanes), 1)
+        rows_bias = self._given_by_row(self.buf.bias, first, rows)
+        rolled = pltpu.roll(rows_bias, lax.rem(lax.rem(shift, lanes) + lanes, lanes), 1)
         token = lax.broadcasted_iota(jnp.int32, (1, lanes), 1) - shift
         return jnp.where((token >= 0) & (token < lanes), rolled, 0.0)[:, :count]
 
-    def _sum_values(self, weighed, keys: KeyPart, head):
+    def _sum_values(self, weighed, keys: KeySlice, head):
         """The state of a head from its _weights."""
         m, l, acc, alpha, p = weighed  # noqa: E741
         return m, l, acc * _lanes(alpha, self.c.acc_dim) + self._weighed_values(p, keys, head)
 
-    def _weighed_values(self, p, keys: KeyPart, head):
+    def _weighed_values(self, p, keys: KeySlice, head):
         """f32[rows acc_dim] of weights [rows keys]."""
         values = self.buf.k if self.buf.v is None else self.buf.v
         if self.c.beside == 1:
@@ -493,7 +495,7 @@ class QueryTile:
         group = self._group_of(lax.broadcasted_iota(jnp.int32, sums[0].shape, 1))
         return sum(jnp.where(group == i, x, 0.0) for i, x in enumerate(sums))
 
-    def _logits(self, dots, keys: KeyPart, head, first, rows: int, where):
+    def _logits(self, dots, keys: KeySlice, head, first, rows: int, where):
         """Base-2 logits. log2(e) is part of the scale where no other step follows, else it is applied last.
 
         where: query head, q_pos and kv_pos, as far as the rules need them.
@@ -512,8 +514,8 @@ class QueryTile:
 
     def _queries(self, head, first, rows: int):
         """[rows D] of a head."""
-        if self.c.has_windows:
-            return self.buf.q_windows[head, :rows]
+        if self.c.has_half_packs:
+            return self.buf.q_half_packs[head, :rows]
         if self.c.in_place:
             return self.buf.q[self.half, *self._tokens_of(head, first, rows)].reshape(rows, -1)
         return query_order(self.c).read(self.buf.q_rows, head, first, rows)

@@ -15,7 +15,7 @@ from pallas_kernels.tpu.supports import SPILL, VMEM, generation_of
 from pallas_kernels.tuning import read_sizes, table_path
 
 PAGE_BYTES = 24 << 20  # VMEM that a block's pages may take
-MANY_BYTES = 40 << 20  # bytes of the pages of a part, from which a part has 128 keys
+MANY_BYTES = 40 << 20  # a part whose pages would take so many bytes of VMEM has 128 keys instead
 ROW_BYTES = 16 << 20  # VMEM that a tile's rows may take
 TABLE_SIZES = dict.fromkeys(("block_kv", "part_kv", "step_kv", "tile_rows", "chunk_rows"), PACK) | dict(
     short_heads=1, long_heads=1, values_behind=0, early_heads=0

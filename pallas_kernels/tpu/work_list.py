@@ -168,7 +168,7 @@ def lse_of_tokens(lse: jax.Array, work: TpuWorkList, config: TpuKernelConfig) ->
     """
     c, tokens = config, work.row.shape[0]
     if c.tile_tokens == 1:  # tile i has token i: its rows are a slice
-        group = c.few_rows if c.has_windows else c.group
+        group = c.few_rows if c.has_half_packs else c.group
         rows = lse[: tokens * c.packs_of_token].reshape(tokens, c.packs_of_token * PACK, -1)[:, :group]
         live = (jnp.arange(tokens, dtype=jnp.int32) < work.count)[:, None, None]
         rows = jnp.where(live, rows[..., : c.num_heads // group], float("-inf"))

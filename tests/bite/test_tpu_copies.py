@@ -15,7 +15,7 @@ from pallas_kernels.tpu.query_tile import QueryTile
 from tests.cases import CASES
 from tests.kernels.tpu.interpreted import SMALL, V6E, judge, only_run
 
-START, PAGE = Copies.start_keys, Copies._page
+START, PAGE = Copies.start_keys, Copies._page_copies
 PROBLEM = SMALL.replace(case=CASES["decode"])
 
 
@@ -29,8 +29,8 @@ def never_waits(self, i):
 
 
 def copies_to_the_first_half(self, page, j, side):
-    for at, pool, ref in ((1, self.hbm.k, self.buf.k), (2, self.hbm.v, self.buf.v)):
-        yield pltpu.make_async_copy(pool.at[page], ref.at[0, j], self.buf.sems.at[at, side])
+    for name, pool, ref in (("k", self.hbm.k, self.buf.k), ("v", self.hbm.v, self.buf.v)):
+        yield pltpu.make_async_copy(pool.at[page], ref.at[0, j], self._sem(name, side))
 
 
 def reads_past_the_pool(self, page, j, side):
@@ -59,8 +59,8 @@ def waits_too_late(monkeypatch):
 FAULTS = {
     "wrong semaphore count": ("start_keys", starts_twice, "eager", "semaphore"),
     "missing wait": ("wait_q", never_waits, "eager", "semaphore"),
-    "race": ("_page", copies_to_the_first_half, "eager", "race"),
-    "page out of range": ("_page", reads_past_the_pool, "on_wait", "(?i)out.of.bounds"),
+    "race": ("_page_copies", copies_to_the_first_half, "eager", "race"),
+    "page out of range": ("_page_copies", reads_past_the_pool, "on_wait", "(?i)out.of.bounds"),
 }
 
 
