@@ -3,7 +3,8 @@
 A batch is arranged in one of two ways, by a comparison of both in the program:
 
     line     The units of all requests are laid end to end, in the order of requests, and cut into parts of equal cost.
-             A unit costs its blocks and config.unit_blocks more. A cut within a unit of few keys (see _whole_blocks),
+             A unit costs its blocks and config.unit_blocks more; its length on the line is its cost, its blocks first,
+             and a point of the line is the cost of all before it. A cut within a unit of few keys (see _whole_blocks),
              or of any number with config.whole_units or where units are about equal and fill whole waves, moves to the
              nearer end of the unit. So one CTA may have two whole units where others have one or none. With
              config.piece_blocks every unit is in equal pieces instead, one a CTA, where they fit: see _equal_pieces.
@@ -94,8 +95,8 @@ def build(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ran
     tile = jnp.arange(ghost_tiles + num_reqs, dtype=jnp.int32)
     is_ghost, info = tiles_of(tile)
     nblk, pad_tiles = jnp.where(is_ghost, 0, info[NBLK]), cdiv(pad_tokens * config.group, config.tile_rows)
-    order, number = _with_rows_first(is_ghost | (nblk > 0))
-    line, whole = _cut_line(nblk, number, config), jnp.bool_(False)
+    order, tiles_so_far = _with_rows_first(is_ghost | (nblk > 0))
+    line, whole = _cut_line(nblk, tiles_so_far, config), jnp.bool_(False)
     cta = line.cta
     if config.in_waves:
         longest_first, in_order = _longest_first(nblk, pad_tiles)
@@ -118,10 +119,11 @@ def _with_rows_first(has_rows):
     first there are up to each tile), i32[tiles]. By counting, which XLA fuses."""
     tile = jnp.arange(has_rows.shape[0], dtype=jnp.int32)
     before = tile[None, :] <= tile[:, None]
-    number = jnp.sum(before & has_rows[None, :], axis=1, dtype=jnp.int32)
-    place = jnp.where(has_rows, number - 1, jnp.sum(has_rows, dtype=jnp.int32) + tile - number)
+    tiles_so_far = jnp.sum(before & has_rows[None, :], axis=1, dtype=jnp.int32)
+    last = jnp.sum(has_rows, dtype=jnp.int32) + tile - tiles_so_far
+    place = jnp.where(has_rows, tiles_so_far - 1, last)
     order = jnp.sum(jnp.where(place[None, :] == tile[:, None], tile[None, :], 0), axis=1)
-    return order, number
+    return order, tiles_so_far
 
 
 def _longest_first(nblk, pad_tiles):
@@ -142,7 +144,7 @@ class _Line:
     """All units of requests end to end, cut."""
 
     cta: jax.Array
-    most: jax.Array  # places on the line of the CTA that has most
+    most: jax.Array  # the cost of the part that costs most
     is_cut: jax.Array  # is a unit?
     is_long_and_even: jax.Array  # units are about equal, fill whole waves, and have more keys than are never cut
 
@@ -154,16 +156,19 @@ def _is_better_in_waves(nblk, line: _Line, config):
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
     wave = jnp.arange(cdiv(tiles * heads, ctas), dtype=jnp.int32)[:, None]
     unit = wave * ctas + snake(wave, jnp.arange(ctas, dtype=jnp.int32)[None, :], ctas)
-    places = _places(nblk, config)
-    load = jnp.where(unit < tiles * heads, places[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0).sum(axis=0)
+    costs = _unit_costs(nblk, config)
+    load = jnp.where(unit < tiles * heads, costs[jnp.minimum(divmod_i32(unit, heads)[0], tiles - 1)], 0).sum(axis=0)
     most = line.most.astype(jnp.float32) * WAVES_SHARE + jnp.where(line.is_cut, CUT_KEYS // config.block_kv, 0)
     return (jnp.max(load) <= most) & ~line.is_long_and_even
 
 
-def _fills_waves(nblk, total, config):
-    """Are units about equal, and do they fill whole waves, so that no unit of the line need be cut? See CUT_KEYS."""
-    units = jnp.sum(nblk > 0, dtype=jnp.int32) * config.num_kv_heads
-    most = cdiv(units, config.workers) * jnp.max(nblk, initial=0) - CUT_KEYS // config.block_kv
+def _fills_waves(costs, total, config):
+    """Are units about equal, and do they fill whole waves, so that no unit of the line need be cut? See CUT_KEYS.
+
+    costs: of a unit of each tile; total: of all units.
+    """
+    units = jnp.sum(costs > 0, dtype=jnp.int32) * config.num_kv_heads
+    most = cdiv(units, config.workers) * jnp.max(costs, initial=0) - CUT_KEYS // config.block_kv
     return most <= total.astype(jnp.float32) * (CUTS_SHARE / config.workers)
 
 
@@ -174,8 +179,8 @@ def _whole_blocks(nblk, total, config):
     return keys // config.block_kv
 
 
-def _places(nblk, config):
-    """Places on the line of one of a tile's units: its blocks, and config.unit_blocks behind them."""
+def _unit_costs(nblk, config):
+    """Of one of each tile's units, in blocks: those that it has, and config.unit_blocks more."""
     return jnp.where(nblk > 0, nblk + config.unit_blocks, 0)
 
 
@@ -206,13 +211,13 @@ class _Parts(NamedTuple):
     place: jax.Array  # see PLACE
 
 
-def _cut_line(nblk, number, config) -> _Line:
-    """The units of all tiles with blocks. nblk: blocks of the tiles, in the order of requests; number: see
+def _cut_line(nblk, tiles_so_far, config) -> _Line:
+    """The units of all tiles with blocks. nblk: blocks of the tiles, in the order of requests; tiles_so_far: see
     _with_rows_first."""
     heads, ctas, tiles = config.num_kv_heads, config.workers, nblk.shape[0]
-    parts, most, is_long_and_even = _equal_parts(nblk, number, config)
+    parts, most, is_long_and_even = _equal_parts(nblk, tiles_so_far, config)
     if config.piece_blocks and not config.whole_units:
-        fits, pieces = _equal_pieces(nblk, number, config)
+        fits, pieces = _equal_pieces(nblk, tiles_so_far, config)
         parts = jax.tree.map(lambda piece, part: jnp.where(fits, piece, part), pieces, parts)
     me, is_cut = jnp.arange(ctas, dtype=jnp.int32), parts.block[1:] > 0
     nothing, every = jnp.zeros_like(me), lambda x: jnp.full_like(me, x)
@@ -222,25 +227,26 @@ def _cut_line(nblk, number, config) -> _Line:
     return _Line(cta, most, is_cut.any(), is_long_and_even)
 
 
-def _equal_parts(nblk, number, config) -> tuple[_Parts, jax.Array, jax.Array]:
-    """(the parts, the most places of one, see _Line.is_long_and_even). CTA c begins at place c * total // C.
+def _equal_parts(nblk, tiles_so_far, config) -> tuple[_Parts, jax.Array, jax.Array]:
+    """(the parts, the cost of the one that costs most, see _Line.is_long_and_even). CTA c begins at point
+    c * total // C.
 
-    A cut among the places behind a unit's blocks is the end of the unit.
+    A cut behind a unit's blocks, within its config.unit_blocks, is the end of the unit.
     """
     heads, ctas = config.num_kv_heads, config.workers
-    places = _places(nblk, config)
-    ends = _running_sums(places) * heads
+    costs = _unit_costs(nblk, config)
+    ends = _running_sums(costs) * heads
     total = ends[-1]
     cut, cta_of = _equal_cuts(total, ctas)
-    # the tile of each cut, its first place on the line, the places of one of its units: masked sums, which XLA fuses
+    # the tile of each cut, the point at which it begins, the cost of one of its units: masked sums, which XLA fuses
     point = cut(jnp.arange(ctas + 1, dtype=jnp.int32))
     starts, stops, point = point[:-1], point[1:], point[:, None]
-    begins = (ends - places * heads)[None, :]
+    begins = (ends - costs * heads)[None, :]
     before = ends[None, :] <= point
     here = ~before & (begins <= point)
-    found = jnp.max(jnp.where(before, number[None, :], 0), axis=1)
-    first = jnp.sum(jnp.where(before, places[None, :], 0), axis=1) * heads
-    each = jnp.maximum(jnp.sum(jnp.where(here, places[None, :], 0), axis=1), 1)
+    found = jnp.max(jnp.where(before, tiles_so_far[None, :], 0), axis=1)
+    first = jnp.sum(jnp.where(before, costs[None, :], 0), axis=1) * heads
+    each = jnp.maximum(jnp.sum(jnp.where(here, costs[None, :], 0), axis=1), 1)
     blocks = jnp.maximum(each - config.unit_blocks, 1)
 
     # each cut's unit and the block within it; past the end, the unit after the last
@@ -248,7 +254,7 @@ def _equal_parts(nblk, number, config) -> tuple[_Parts, jax.Array, jax.Array]:
     quotient, remainder = divmod_i32(inside, each)
     whole = blocks <= _whole_blocks(blocks, total, config)
     unit = found * heads + quotient
-    alike = _fills_waves(places, total, config) & (config.piece_blocks == 0)  # with equal pieces not measured
+    alike = _fills_waves(costs, total, config) & (config.piece_blocks == 0)  # with equal pieces not measured
     whole = jnp.bool_(True) if config.whole_units else whole | alike
     moves_on = (whole & (2 * remainder >= each)) | (remainder >= blocks)
     unit, moves = jnp.where(moves_on, unit + 1, unit), whole | moves_on
@@ -258,8 +264,8 @@ def _equal_parts(nblk, number, config) -> tuple[_Parts, jax.Array, jax.Array]:
     me = jnp.arange(ctas, dtype=jnp.int32)
     begin = stops - block[1:]  # of the unit that this CTA's end cuts
     own = starts - block[:-1]  # where the unit begins in which this CTA begins
-    # CTAs without a part of the line have the first places, and so the padding before others. On a line of up to C
-    # places a CTA has one or none, and `starts` counts the CTAs before it that have one.
+    # CTAs without a part of the line come first in a wave, and so have the padding before others. On a line of cost up
+    # to C a CTA has a part of cost 1 or none, and `starts` counts the CTAs before it that have one.
     place = jnp.where(starts < stops, ctas - total + starts, me - starts)
     parts = _Parts(
         unit, block, begin >= starts, cta_of(begin + blocks[1:] - 1), cta_of(own), cta_of(own + blocks[:-1] - 1),
@@ -271,23 +277,23 @@ def _equal_parts(nblk, number, config) -> tuple[_Parts, jax.Array, jax.Array]:
 
 
 def _equal_cuts(total, ctas: int):
-    """(function: CTA -> the first place of its part of the line; function: place -> the CTA whose part has it).
+    """(function: CTA -> the point at which its part of the line begins; function: point -> the CTA whose part has it).
 
-    CTA c begins at place c * total // C, a product that may need more than 32 bits.
+    CTA c begins at point c * total // C, a product that may need more than 32 bits.
     """
     each, more = divmod_i32(total, ctas)
     cut = lambda c: c * each + divmod_i32(c * more, ctas)[0]
 
-    def cta_of(place):
+    def cta_of(point):
         share = ctas / jnp.maximum(total, 1).astype(jnp.float32)
-        near = jnp.ceil((place + 1).astype(jnp.float32) * share).astype(jnp.int32) - 1  # off by at most one
-        near = near - (cut(near) > place)
-        return near + (cut(near + 1) <= place)
+        near = jnp.ceil((point + 1).astype(jnp.float32) * share).astype(jnp.int32) - 1  # off by at most one
+        near = near - (cut(near) > point)
+        return near + (cut(near + 1) <= point)
 
     return cut, cta_of
 
 
-def _equal_pieces(nblk, number, config):
+def _equal_pieces(nblk, tiles_so_far, config):
     """(bool: does it fit, _Parts): every unit in pieces of about equal length, one a CTA, in the first CTAs.
 
     It fits if the longest piece needs at most piece_blocks more than an equal share of all blocks.
@@ -304,7 +310,7 @@ def _equal_pieces(nblk, number, config):
     head, piece = divmod_i32(me - of_tile(begins), count)
     each, more = divmod_i32(of_tile(nblk), count)
     has_piece = here.any(axis=1)
-    unit = jnp.where(has_piece, (of_tile(number) - 1) * heads + head, jnp.max(number) * heads)
+    unit = jnp.where(has_piece, (of_tile(tiles_so_far) - 1) * heads + head, jnp.max(tiles_so_far) * heads)
     block = jnp.where(has_piece, piece * each + divmod_i32(piece * more, count)[0], 0)
     me, first = me[:-1], (me - piece)[:-1]
     last = first + count[:-1] - 1
