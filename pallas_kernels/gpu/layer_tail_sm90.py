@@ -12,7 +12,8 @@ there is shared memory, while the others still wait for a product's tokens:
     warpgroup 1: _load_weights   blocks of [128, 64] weights, never waits for another CTA
     warpgroup 2: _load_tokens    blocks of [T, 128] tokens, when the CTAs that compute them have arrived at a counter
 
-Weight columns are the rows of wgmma and the tokens its columns, so that 8 tokens cost no more than 8. CTAs that share a
+Weight columns are the rows of wgmma and the tokens its columns, which are a multiple of 8: 8 tokens cost no padding. A
+CTA has a strip of weight columns, and all or a share of their inner dimension: see ChainProduct. CTAs that share a
 strip's inner dimension write float32 sums to global memory. Other CTAs add them up, each a share of a token's columns
 and always in the same order, so that equal inputs give equal bits. Norms need the squares of all shares; so a token's
 factor 1 / sqrt(mean + eps) is applied to the products of x * scale.
@@ -73,7 +74,7 @@ _WEIGHT_BLOCK = (BLOCK, PIECE)
 
 @dataclasses.dataclass(frozen=True)
 class _Refs:
-    """Every Ref of the kernel, with its shape. W: hidden size."""
+    """Every Ref of the kernel, with its shape. W: hidden size; T: tokens; T8: config.rows8, T rounded up to 8s."""
 
     a: object  # GMEM [T, inner of o], or [T8, ..]; None with config.attention
     x: object  # GMEM [T, W]
@@ -519,7 +520,8 @@ def _add_residual(cfg: LayerTailConfig, i: int, refs: _Refs, parts, row, number)
         biases = bias_of.of_share(share, bias, p.widths) if bias else ()
         arrivals.one_thread_waits(cfg, i, counters, share.number)
         ptx.asm(f"bar.sync 9, {THREADS};", "")
-        fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]  # rounded as a product is
+        # a thread has some groups of four columns of the token; rounded as a product is
+        fours = [floats(packed(four)) for four in share.sums(parts, p.splits, cfg.rows8)]
         if cfg.ranks > 1:
             fours = ranks.sum_over_ranks(cfg, i, share, exchange, ptx.scalar_value(cta), fours)
         if bias:

@@ -39,8 +39,8 @@ def merge_few_parts(
         @when(unit.exists)
         def _():
             holders = unit.first, unit.last
-            step = lambda number: merge_few_rows(cfg, refs, unit.column, unit.head, holders, number)
-            unit.shared(lax.axis_index("step"), ctas, steps_of(cfg, unit.column(wl.NROWS)), step)
+            step = lambda number: merge_few_rows(cfg, refs, unit.info_of, unit.head, holders, number)
+            unit.shared(lax.axis_index("step"), ctas, steps_of(cfg, unit.info_of(wl.NROWS)), step)
 
     arrays = (work.info, work.cta, per_head, part, part_lse)
     return launch_merge(kernel, dict(cut=cfg.workers, step=ctas), arrays, out, lse)

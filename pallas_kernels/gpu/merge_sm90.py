@@ -27,7 +27,7 @@ launch that finds nothing to merge takes four waves, 3.7 us on an H200."""
 
 
 def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, out_ref, lse_ref):
-    """One CTA: 64 rows and at most chunks * width columns of the unit that CTA `cut` of the first launch cut.
+    """One CTA: 64 rows and at most chunks * width output columns of the unit that CTA `cut` of the first launch cut.
 
     In GMEM: info i32[tiles, 16], cta i32[C, 16], per_head f32[H, 2], part f32[2C, part_rows, V], part_lse
     f32[2C, part_rows].
@@ -36,11 +36,11 @@ def _kernel(cfg, width, in_flight, chunks, info, cta, per_head, part, part_lse, 
     unit = split_unit(cfg, info, cta, lax.axis_index("cut"))
     refs = (per_head, part, part_lse, out_ref, lse_ref)
 
-    @when(unit.exists & (unit.column(wl.NROWS) - 64 * row_group > 0))
+    @when(unit.exists & (unit.info_of(wl.NROWS) - 64 * row_group > 0))
     def _():
         def chunk(number):
             column, holders = number * width, (unit.first, unit.last)
-            merge_rows(cfg, width, refs, unit.column, unit.head, holders, 64 * row_group, column, in_flight)
+            merge_rows(cfg, width, refs, unit.info_of, unit.head, holders, 64 * row_group, column, in_flight)
 
         unit.shared(lax.axis_index("column"), all_chunks // chunks, all_chunks, chunk)
 
@@ -50,7 +50,7 @@ class SplitUnit:
     """A unit whose parts are merged. Its helpers are CTAs of the first launch, each of which has CTAs of the merge."""
 
     exists: jax.Array
-    column: Callable[[int], jax.Array]  # of info -> the value for the unit's tile
+    info_of: Callable[[int], jax.Array]  # column of info -> its value for the unit's tile
     head: jax.Array
     first: jax.Array  # the CTA of the first launch that has the first part
     last: jax.Array
@@ -82,13 +82,15 @@ def split_unit(cfg, info, cta, me) -> SplitUnit:
     return SplitUnit(unit >= 0, lambda number: info[tile, number], head, first, last, helper, helpers)
 
 
-def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight):
-    """64 rows of a tile from row `skipped` on, and `width` columns from `column` on, of a unit split over `ctas`.
+def merge_rows(cfg, width, refs, info_of, head, ctas, skipped, column, in_flight):
+    """64 rows of a tile from row `skipped` on, and `width` columns of the output from `column` on, of a unit split over
+    ctas = (first, last).
 
-    refs: per_head, part, part_lse, out, lse in GMEM. piece: function, column of info -> its value for the tile.
+    refs: per_head, part, part_lse, out, lse in GMEM. info_of: function, column of info -> its value for the tile.
+    in_flight: parts that are loaded at the same time.
     """
     per_head, part, part_lse, out_ref, lse_ref = refs
-    (first, last), nrows, shape = ctas, piece(wl.NROWS) - skipped, (WARPGROUP_ROWS, width)
+    (first, last), nrows, shape = ctas, info_of(wl.NROWS) - skipped, (WARPGROUP_ROWS, width)
 
     def load(i):
         slot = jnp.where(i == first, 2 * first + 1, 2 * i)
@@ -112,13 +114,13 @@ def merge_rows(cfg, width, refs, piece, head, ctas, skipped, column, in_flight):
 
     steps = lax.div(last - first + in_flight, jnp.int32(in_flight))
     acc, m, total = lax.fori_loop(0, steps, step, row_states.start_state(width))
-    row0, head0 = piece(wl.ROW0) + skipped, head * cfg.group
+    row0, head0 = info_of(wl.ROW0) + skipped, head * cfg.group
     sink = None
     if cfg.has_sinks:
         packed = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=row_states.ROW_LAYOUT) + row0
         sink = row_states.value_per_row(cfg, per_head, head0, lax.rem(packed, jnp.int32(cfg.group)), 1)
     factor, lse = row_states.finish_rows(m, total, sink)
-    where = (piece(wl.TOK0), head0, row0, nrows, column)
+    where = (info_of(wl.TOK0), head0, row0, nrows, column)
     kind = dict(group=cfg.group, heads=cfg.num_heads, stride=cfg.v_head_dim)
     rows.store_rows(out_ref, lse_ref, acc * row_states.across_columns(factor, shape), lse, *where, **kind)
 

@@ -18,7 +18,14 @@ inputs of a thread are of one group.
 Warps of a CTA and the CTAs of a cluster share the inner dimension. They write their sums to shared memory, and each
 adds up some of them, always in the same order.
 
-A CTA computes one item at a time: a strip of columns of a tile of rows.
+A CTA computes one item at a time. The terms, as in the config:
+
+    tile    up to tile_rows rows of x, all of one expert
+    strip   columns of one matrix, those of a CTA; `across` of its warps have warp_columns each, and a thread `columns`
+    item    one strip of one tile
+    part    the share of the inner dimension of a warp: there are `along` in each of the `splits` CTAs of a cluster
+    step    `unroll` blocks of 32 inputs: what a warp copies and multiplies at a time
+    run     blocks of a step whose sums have the same scales, or none
 
 Matrices may have experts. A tile of rows has one expert then, from `tiles`: (expert, first row, number of rows). The
 rows are those of y, and of x too. With `tokens`, x is a few tokens instead, and every tile multiplies all of them.

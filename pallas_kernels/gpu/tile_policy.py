@@ -5,7 +5,9 @@ policy that names a field decides it, and what the caller gave is decided before
 and put it in POLICIES before the one that it overrides.
 
 Figures are microseconds, on an H200 unless another card is named, of the run in which a choice was compared: the kernel
-may be faster since. docs/notebook/nvidia_h200.md has the runs, docs/performance/nvidia_attention.md today's figures.
+may be faster since. Names such as dec_16x32k_fp8 (16 decodes of 32k keys, over float8) and pre_1x8k (a prompt of 8k
+tokens) are those of benchmarks. docs/notebook/nvidia_h200.md has the runs, docs/performance/nvidia_attention.md today's
+figures.
 """
 
 import dataclasses

@@ -145,10 +145,11 @@ def weight_operand(cfg: GpuKernelConfig, p):
     return queries.eight_bit_weights(p) if cfg.compute_dtype is not None else p.astype(cfg.weight_dtype)
 
 
-def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stage=None):
+def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, spare_tile=None):
     """Stores the state of a tile's 64 rows: to out and lse, or to this CTA's slot of partial results.
 
-    stage: SMEM [64, D] in which rows may be staged (the warpgroup's queries, no longer used), or None.
+    tile_row: the first of them. spare_tile: SMEM [64, D] through which rows may go, so that each thread stores 16 bytes
+    at a time (the warpgroup's queries, no longer used), or None.
     """
     acc, m, total = state
     shape = acc.shape
@@ -175,15 +176,15 @@ def finish(cfg: GpuKernelConfig, refs: Refs, piece: Piece, state, tile_row, stag
         out = acc * across_columns(factor * v_scale, shape)
         where = (piece[wl.TOK0], head0, piece[wl.ROW0] + tile_row, nrows)
         kind = dict(group=cfg.group, heads=cfg.num_heads)
-        if stage is None or cfg.v_head_dim != cfg.head_dim or cfg.result_dtype != cfg.dtype:
+        if spare_tile is None or cfg.v_head_dim != cfg.head_dim or cfg.result_dtype != cfg.dtype:
             rows.store_rows(refs.out, refs.lse, out, lse, *where, jnp.int32(0), stride=shape[1], **kind)
         else:
             if cfg.converts_queries:  # the tile's dtype is another
-                queries.stage_rows(stage, out, dim=shape[1], dtype=cfg.dtype)
+                queries.stage_rows(spare_tile, out, dim=shape[1], dtype=cfg.dtype)
             else:
-                stage[...] = out.astype(cfg.dtype)
+                spare_tile[...] = out.astype(cfg.dtype)
             plgpu.commit_smem()
-            rows.store_tile(stage, refs.out, refs.lse, lse, *where, dim=shape[1], dtype=cfg.dtype, **kind)
+            rows.store_tile(spare_tile, refs.out, refs.lse, lse, *where, dim=shape[1], dtype=cfg.dtype, **kind)
 
 
 def merge_if_last(cfg: GpuKernelConfig, refs: Refs, piece: Piece):
@@ -315,8 +316,8 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
     n + 1 turns, also without rows of its own or with n = 0; so after every piece the next turn is warpgroup 0's.
     """
     row = row_bounds(cfg, refs, piece, 64 * wg)
-    stage = queries_of(cfg, refs, piece).at[wg]
-    q_tile, scale = _queries(cfg, refs, piece, wg, stage, WARPGROUP_ROWS * wg)
+    loaded = queries_of(cfg, refs, piece).at[wg]
+    q_tile, scale = _queries(cfg, refs, piece, wg, loaded, WARPGROUP_ROWS * wg)
     block_of, n = piece.blocks(cfg), piece.count
     slot_of = lambda j: stage_of(cfg, refs, blocks_before + j)
 
@@ -374,7 +375,7 @@ def long_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before)
 
     state = loop_over_blocks(cfg, step, full_block_bounds(cfg, piece), _start(cfg))
     when(wg == 0)(end_turn) if in_pairs else end_turn()
-    finish(cfg, refs, piece, _completed(state), 64 * wg, stage)
+    finish(cfg, refs, piece, _completed(state), 64 * wg, loaded)
 
 
 def blank_tile(cfg: GpuKernelConfig, refs: Refs, piece: Piece, wg, blocks_before):

@@ -299,7 +299,7 @@ def test_all_ctas_with_a_part_of_a_unit_but_the_last_merge_it(name, piece_blocks
                 parts.setdefault(unit, []).append(me)
         found = split_unit(config, jnp.asarray(info), jnp.asarray(cta), jnp.int32(me))
         if found.exists:
-            tile = next(t for t in range(len(info)) if (info[t] == [found.column(i) for i in range(16)]).all())
+            tile = next(t for t in range(len(info)) if (info[t] == [found.info_of(i) for i in range(16)]).all())
             helping.setdefault((tile, int(found.head)), []).append((int(found.helper), int(found.helpers)))
     wanted = {unit: [(i, len(of) - 1) for i in range(len(of) - 1)] for unit, of in parts.items() if len(of) > 1}
     assert helping == wanted
