@@ -18,14 +18,14 @@ from jattn.backends.base import AttentionBackend, AttentionImpl, AttentionMetada
 from jattn.backends.parallel import ContextParallel
 from jattn.backends.registry import name_of, query_dtype_rule, resolve
 from jattn.cache import KVCacheSpec, PagedKV
-from jattn.device import Chip
+from jattn.device import Chip, spec_of, with_auto_axes
 from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.attention_type import queries_of
 from jattn.metadata.batch import BATCH
 from jattn.ops.layer import output_dtype
 from jattn.ops.rotation import Angles, check_angles, rotate
-from jattn.ops.state import AttentionState
+from jattn.ops.state import AttentionState, specs_of_state
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 from jattn.types import Feature
 
@@ -120,12 +120,16 @@ class PagedAttention:
         k, v = checks.check_keys(self.spec, k, v, m.slot_mapping.shape[0])
         if angles is not None:
             check_angles(check_kind("angles", angles, Angles), q, k)
-        return _update_and_forward(self.impl, q, k, v, cache, m, params, angles)
+        call, result = (
+            functools.partial(_update_and_forward, self.impl),
+            (jax.tree.map(spec_of, cache), specs_of_state(q)),
+        )
+        return with_auto_axes(call, result, q, k, v, cache, m, params, angles)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
         """Attention of q [T H D] over the cached keys; nothing is written."""
         q, params = self._checked(q, cache, m, params)
-        return _forward(self.impl, q, cache, m, params)
+        return with_auto_axes(functools.partial(_forward, self.impl), specs_of_state(q), q, cache, m, params)
 
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
         """The same plan with another block table: for layers with the same lengths and other blocks."""
@@ -244,7 +248,7 @@ def attention(
     checks.check_params(chosen, spec, None, params)
     checks.check_dtype(chosen, q, params)
     impl = chosen.get_impl_cls()(spec, None, chip).for_batch(meta)
-    return _forward_packed(impl, q, k, v, meta, params)
+    return with_auto_axes(functools.partial(_forward_packed, impl), specs_of_state(q), q, k, v, meta, params)
 
 
 # Each of these functions is traced once for equal layers. Without jit, a call in a notebook would be compiled operation

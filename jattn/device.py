@@ -6,10 +6,12 @@ import functools
 import importlib.util
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
@@ -70,6 +72,27 @@ def check_context(what: str) -> None:
             f"jax.set_mesh is on, with the Explicit axes {explicit}, but {what} itself: call it outside, or set a mesh "
             "with axis_types=(jax.sharding.AxisType.Auto, ...)"
         )
+
+
+def with_auto_axes(function: Callable, result: Any, *args: Any) -> Any:
+    """function(*args), computed with Auto axes where arguments are on a mesh with Explicit ones, as of jax.make_mesh.
+
+    With Explicit axes JAX wants to be told the sharding of each gather, cut and loop inside. With Auto axes XLA's
+    partitioner decides it. result: the tree of the PartitionSpecs of the result.
+    """
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args))
+    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    if mesh is None:
+        return function(*args)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), result)
+    axes: Any = mesh.explicit_axes
+    call = jax.sharding.auto_axes(function, axes=axes, out_sharding=places)
+    return call(*jax.tree.map(jnp.asarray, args))
+
+
+def spec_of(x: Any) -> PartitionSpec:
+    """How an array is divided over the Explicit axes of its mesh."""
+    return jax.typeof(x).sharding.spec
 
 
 NVJITLINK = dict(xla_cuda13="libnvJitLink.so.13", xla_cuda12="libnvJitLink.so.12")

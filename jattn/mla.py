@@ -15,12 +15,12 @@ from jattn.backends.parallel import ContextParallel
 from jattn.backends.registry import name_of, resolve
 from jattn.cache import KVCacheSpec, PagedKV, empty_cache
 from jattn.cache.latent import check_latent
-from jattn.device import Chip
+from jattn.device import Chip, spec_of, with_auto_axes
 from jattn.errors.arguments import as_array, boolean, integers
 from jattn.metadata import CommonAttentionMetadata
 from jattn.mla_spec import MLAParams, MLASpec, check_mla_params
 from jattn.ops.mla import MLAMetadata
-from jattn.ops.state import AttentionState
+from jattn.ops.state import AttentionState, specs_of_state
 from pallas_kernels.algebra import quant
 
 
@@ -94,7 +94,8 @@ class MLAAttention:
         checks.check_plan(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         kv_c, k_pe = self._rows(kv_c, k_pe, m)
-        return self.impl.do_kv_cache_update(cache, kv_c, k_pe, m, params)
+        write, result = self.impl.do_kv_cache_update, jax.tree.map(spec_of, cache)
+        return with_auto_axes(write, result, cache, kv_c, k_pe, m, params)
 
     def __call__(
         self,
@@ -113,7 +114,9 @@ class MLAAttention:
         if topk_indices is not None:
             cache = self.write(kv_c, k_pe, cache, m, params)  # pyright: ignore[reportArgumentType]  neither is None
             return cache, self.attend(q, cache, m, params, topk_indices)
-        return _traced(self.impl, "update_and_forward", q, *self._rows(kv_c, k_pe, m), cache, m, params)
+        call = functools.partial(_traced, self.impl, "update_and_forward")
+        result = jax.tree.map(spec_of, cache), specs_of_state(q)
+        return with_auto_axes(call, result, q, *self._rows(kv_c, k_pe, m), cache, m, params)
 
     def attend(
         self,
@@ -131,15 +134,15 @@ class MLAAttention:
         """
         q = self._checked(q, cache, m, params)
         if topk_indices is None:
-            return _traced(self.impl, "forward", q, cache, m, params)
+            return self._attend("forward", q, cache, m, params)
         listed = _INDICES("topk_indices", topk_indices)
         if listed.shape[0] != m.num_tokens:
             raise ValueError(f"topk_indices.shape={listed.shape} must be [T, n] with T={m.num_tokens}")
-        return _traced(self.impl, "forward_listed", q, cache, m, params, jnp.asarray(listed, jnp.int32))
+        return self._attend("forward_listed", q, cache, m, params, jnp.asarray(listed, jnp.int32))
 
     def forward_mqa(self, q: jax.Array, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> AttentionState:
         """Attention over the cache in the absorbed form: W_UK is multiplied into q, W_UV into the result."""
-        return _traced(self.impl, "forward_mqa", self._checked(q, cache, m, params), cache, m, params)
+        return self._attend("forward_mqa", self._checked(q, cache, m, params), cache, m, params)
 
     def prefill_mha(
         self,
@@ -157,7 +160,10 @@ class MLAAttention:
         """
         q = self._checked(q, cache, m, params)
         new = () if kv_c is None and k_pe is None else self._rows(kv_c, k_pe, m)
-        return _traced(self.impl, "prefill_mha", q, cache, m, params, *new)
+        return self._attend("prefill_mha", q, cache, m, params, *new)
+
+    def _attend(self, method: str, q: jax.Array, *args) -> AttentionState:
+        return with_auto_axes(functools.partial(_traced, self.impl, method), specs_of_state(q), q, *args)
 
     def _checked(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> jax.Array:
         checks.check_plan(m, self.chosen.get_metadata_cls())

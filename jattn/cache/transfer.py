@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.cache.layout import PagedKV, check_alive
+from jattn.device import spec_of, with_auto_axes
 from jattn.errors.arguments import integers, takes
 
 
@@ -40,6 +41,11 @@ def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> P
     different = [name for name in same if getattr(a, name) != getattr(b, name)]
     if different:
         raise ValueError(f"the caches differ in {', '.join(different)}: {a} and {b}; they must be equal")
+    return with_auto_axes(_copy, jax.tree.map(spec_of, dst_cache), src_cache, dst_cache, src_dst)
+
+
+def _copy(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> PagedKV:
+    a, b = src_cache.spec, dst_cache.spec
     src, dst = src_dst[:, 0], src_dst[:, 1]
     inside = (src >= 0) & (src < a.num_blocks) & (dst >= 0) & (dst < b.num_blocks)
     src, dst = jnp.where(inside, src, 0), jnp.where(inside, dst, b.num_blocks)

@@ -1,11 +1,13 @@
 """Writes keys and values to blocks: new tokens to a cache, and packed keys to a temporary cache."""
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jattn.cache.layout import KVCacheSpec, PagedKV, by_token, check_alive, check_scales, encode_rows
+from jattn.device import spec_of, with_auto_axes
 from jattn.errors.arguments import as_array, integers
 from jattn.spec import AttentionParams, AttentionSpec, with_arrays
 from jattn.types import AnyArray
@@ -40,12 +42,17 @@ def write_by_head(
 def _written(put: Callable, cache: PagedKV, k, v, slot_mapping, params) -> PagedKV:
     """put(pool, rows, slots, spec) is the pool with the rows [T K ..] at slots i32[T]."""
     k, v, slots = check_static(cache, k, v, slot_mapping, params)
-    params = params and with_arrays(params)
+    params = AttentionParams() if params is None else with_arrays(params)
+    result = jax.tree.map(spec_of, cache)
+    return with_auto_axes(functools.partial(_write, put), result, cache, k, v, slots, scales_of(params))
+
+
+def _write(put: Callable, cache: PagedKV, k, v, slots, params: AttentionParams) -> PagedKV:
     spec = cache.spec
     new = {}
     for name, x, scale in (
-        ("k", k, params and params.k_scale),
-        ("v", v, params and params.v_scale),
+        ("k", k, params.k_scale),
+        ("v", v, params.v_scale),
     ):
         pool = getattr(cache, name)
         stored, token_scale = encode_rows(x[: slots.shape[0]], spec, pool.dtype, scale)

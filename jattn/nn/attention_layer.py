@@ -13,12 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jattn.device import spec_of, with_auto_axes
 from jattn.errors.arguments import boolean, check_fields, integer, kind, number, optional, sequence_of
 from jattn.nn.norm import Norm
 from jattn.nn.rope import Angles, Rope, rotate
 from jattn.nn.weight_spec import WeightSpec, linear_weight_specs
 from jattn.ops.product import products
+from jattn.ops.quantised import is_quantised
 from jattn.ops.state import AttentionState
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType
@@ -172,10 +175,22 @@ def linear(weights: dict, x: jax.Array) -> jax.Array:
 
 def linears(projections: Sequence[dict], x: jax.Array) -> tuple[jax.Array, ...]:
     """`linear` of the same x with the weights of each projection, in one call where the platform has one."""
+    result = tuple(_spec_of_rows(x, weights["kernel"]) for weights in projections)
+    return with_auto_axes(_linears, result, projections, x)
+
+
+def _linears(projections: Sequence[dict], x: jax.Array) -> tuple[jax.Array, ...]:
     has_bias = any("bias" in weights for weights in projections)
     rows = products(x, [weights["kernel"] for weights in projections], dtype=jnp.float32 if has_bias else x.dtype)
     pairs = zip(rows, projections, strict=True)
     return tuple((y + w["bias"][None, :] if "bias" in w else y).astype(x.dtype) for y, w in pairs)
+
+
+def _spec_of_rows(x: jax.Array, kernel: Any) -> PartitionSpec:
+    """How x @ kernel is divided over Explicit axes: rows as x, columns as the kernel where rows leave its axes free."""
+    rows, columns = spec_of(x)[0], None if is_quantised(kernel) else spec_of(kernel)[-1]
+    axes = lambda names: set(names if isinstance(names, tuple) else (names,))
+    return PartitionSpec(rows, columns if axes(rows).isdisjoint(axes(columns)) else None)
 
 
 def project_and_attend(

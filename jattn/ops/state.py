@@ -5,7 +5,9 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from jattn.device import spec_of
 from jattn.errors.arguments import check_kind, dtype_name, integer, is_float, reals, takes
 from jattn.types import pytree
 from pallas_kernels.algebra import quant
@@ -36,6 +38,12 @@ class AttentionState:
             out=jnp.zeros((num_tokens, num_heads, v_head_dim), dtype),
             lse=jnp.full((num_tokens, num_heads), -jnp.inf, jnp.float32),
         )
+
+
+def specs_of_state(q: jax.Array) -> AttentionState:
+    """How the state of queries [T H D] is divided over Explicit axes of a mesh: as the tokens and heads of q are."""
+    tokens, heads, _ = spec_of(q)
+    return AttentionState(out=PartitionSpec(tokens, heads), lse=PartitionSpec(tokens, heads))  # pyright: ignore[reportArgumentType]
 
 
 def merge(*states: AttentionState) -> AttentionState:
