@@ -25,6 +25,8 @@ C = TypeVar("C")
 Rule = Callable[[str, Any], Any]
 
 INT32 = 2**31 - 1
+_ARRAYS: dict[type, str] = {jax.Array: "jax.Array", np.ndarray: "numpy.ndarray"}
+"""Classes -> their public names, which differ from __name__ or do not say whose they are."""
 BYTES = bytes, bytearray, memoryview
 """Types of bytes. Iteration gives integers, but they are neither a list of numbers nor text."""
 
@@ -74,7 +76,8 @@ def check_fields(instance: Any, **rules: Rule) -> None:
 def check_kind(name: str, value: Any, wanted: type[C] | tuple[type, ...], way_out: str = "") -> C:
     """Return the value; TypeError if it is of another class. way_out: advice at the end of the message."""
     if not isinstance(value, wanted):
-        names = " or ".join(w.__name__ for w in (wanted if isinstance(wanted, tuple) else (wanted,)))
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        names = " or ".join(_ARRAYS.get(w, w.__name__) for w in kinds)
         hint = f"; {way_out}" if way_out else ""
         raise TypeError(f"{name} must be {names}, got {type(value).__name__}{hint}")
     return value  # pyright: ignore[reportReturnType]

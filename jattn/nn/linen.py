@@ -19,6 +19,8 @@ class PagedAttention(nn.Module):
 
     module = jattn.nn.linen.PagedAttention(AttentionConfig(spec=spec, hidden_size=512, rope=Rope(dim=64)))
     cache, y = module.apply(variables, x, meta, cache)
+
+    Params k_scale and v_scale, if there are any, are the scales of a quantised cache.
     """
 
     config: AttentionConfig
@@ -39,6 +41,8 @@ class PagedAttention(nn.Module):
             else _Group(weight, dtype, name=name)()
             for name, weight in config.weight_specs().items()
         }
+        scales = [name for name in ("k_scale", "v_scale") if self.has_variable("params", name)]
+        weights |= {name: nn.unbox(self.get_variable("params", name)) for name in scales}
         return apply_attention(config, weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend)
 
 

@@ -1,5 +1,6 @@
 """jattn.nn.PagedAttention: the flax.nnx module."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jattn.cache import PagedKV
-from jattn.errors.arguments import check_kind
+from jattn.errors.arguments import check_kind, no_arguments
 from jattn.metadata import CommonAttentionMetadata
 from jattn.nn.apply import apply_attention
 from jattn.nn.attention_layer import AttentionConfig
@@ -23,13 +24,16 @@ class PagedAttention(nnx.Module):
         cache, y = attn(x, meta, cache)  # serving: x [T, hidden] packed, cache in, cache out
         _, y = attn(x, meta)  # training: the same layer without a cache
 
-    Options are the fields of AttentionConfig. Each nnx.Param names its logical axes.
+    Options are the fields of AttentionConfig. Each nnx.Param names its logical axes. k_scale and v_scale, set as
+    Variables, are the scales of a quantised cache.
     """
 
     def __init__(
         self, spec: AttentionSpec, hidden_size: int, *, rngs: nnx.Rngs, backend: str = "auto",
         param_dtype: Any = jnp.float32, **options: Any,
     ):  # fmt: skip
+        if unknown := [name for name in options if name not in _OPTIONS]:
+            raise no_arguments("jattn.nn.PagedAttention", unknown, _OPTIONS)
         self.config = AttentionConfig(spec=spec, hidden_size=hidden_size, **options)
         self.backend = backend
         check_kind("rngs", rngs, nnx.Rngs, "e.g. nnx.Rngs(0)")
@@ -42,8 +46,8 @@ class PagedAttention(nnx.Module):
 
     @property
     def weights(self) -> dict[str, Any]:
-        """The arrays, as the pure functions of jattn.nn take them."""
-        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+        """The arrays of its Variables of any class, as the pure functions of jattn.nn take them."""
+        return nnx.to_pure_dict(nnx.state(self))
 
     def __call__(
         self, x: jax.Array, meta: CommonAttentionMetadata, cache: PagedKV | None = None, *, plan: Any = None,
@@ -53,6 +57,9 @@ class PagedAttention(nnx.Module):
         return apply_attention(
             self.config, self.weights, x, meta, cache, plan=plan, keys_from=keys_from, backend=self.backend
         )
+
+
+_OPTIONS = tuple(f.name for f in dataclasses.fields(AttentionConfig) if f.name not in ("spec", "hidden_size"))
 
 
 def _param(spec: WeightSpec, rngs: nnx.Rngs, dtype: Any) -> nnx.Param:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.linen
 import jax
@@ -151,6 +152,40 @@ def test_the_flax_twins_are_the_pure_function():
         np.testing.assert_allclose(pages.k, cache.k, atol=1e-6)
 
 
+def test_weights_of_an_nnx_layer_may_be_variables_of_any_kind():
+    """A weight that is not trained is often an nnx.Variable of a class of its own."""
+
+    class Frozen(nnx.Variable):
+        pass
+
+    weights, x, meta = weights_of(FULL), np.concatenate(tokens(*LENGTHS)), batch(LENGTHS)
+    options = dict(rope=ROPE, qk_norm=NORM, qkv_bias=True, out_bias=True)
+    layer: Any = jattn.nn.PagedAttention(FULL.spec, HIDDEN, rngs=nnx.Rngs(0), **options)
+    nnx.update(layer, weights)
+    layer.sinks = Frozen(layer.sinks.get_value())
+    layer.q = nnx.Dict({name: Frozen(w.get_value()) for name, w in layer.q.items()})
+    np.testing.assert_allclose(layer(x, meta)[1], run(FULL, weights, x, meta)[1], atol=1e-6)
+    trained = nnx.grad(lambda layer: jnp.sum(layer(x, meta)[1]))(layer)
+    assert trained.keys() == weights.keys() - {"q", "sinks"}
+
+
+def test_scales_of_the_cache_may_be_variables_of_a_layer():
+    """They had no effect in nnx if they were not of the class Param, and never in linen."""
+    spec = jattn.KVCacheSpec(
+        num_blocks=8, block_size=4, num_kv_heads=FULL.spec.num_kv_heads, head_dim=FULL.spec.head_dim,
+        dtype="int8", quant="per_tensor",
+    )  # fmt: skip
+    x, meta = np.concatenate(tokens(*LENGTHS)), batch(LENGTHS)
+    layer: Any = jattn.nn.PagedAttention(FULL.spec, HIDDEN, rngs=nnx.Rngs(0))
+    wanted = np.asarray(layer(x, batch(LENGTHS, table=None))[1])
+    layer.k_scale, layer.v_scale = nnx.Variable(jnp.float32(0.05)), nnx.Cache(jnp.float32(0.05))
+    got = np.asarray(layer(x, meta, jattn.empty_cache(spec))[1])
+    assert np.abs(got - wanted).max() < 0.1 * np.abs(wanted).max()
+    twin = jattn.nn.linen.PagedAttention(layer.config)
+    _, y = twin.apply({"params": layer.weights}, x, meta, jattn.empty_cache(spec))
+    np.testing.assert_allclose(y, got, atol=1e-6)
+
+
 def test_both_twins_make_the_same_tree_and_name_its_axes():
     made = FULL.weight_specs()
     mine = jattn.nn.PagedAttention(
@@ -226,6 +261,11 @@ def test_what_cannot_mean_anything_is_refused(message, bad):
         bad()
 
 
+def test_a_list_of_tokens_is_refused_by_the_names_of_the_arrays_that_are_taken():
+    with pytest.raises(TypeError, match=r"x must be jax\.Array or numpy\.ndarray, got list"):
+        run(FULL, weights_of(FULL), [[0.0] * HIDDEN], batch([1], table=None))  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize(
     ("message", "bad"),
     [
@@ -246,6 +286,7 @@ def test_a_linen_module_of_the_wrong_kind_says_so_when_it_is_used(message, bad):
         ("param_dtype='bf' is not a dtype", dict(param_dtype="bf")),
         ("param_dtype=.*int32.* must be one of", dict(param_dtype=jnp.int32)),
         ("use_qq_bias=True: this layer has no qq_bias", dict(spec=dataclasses.replace(SPEC, use_qq_bias=True))),
+        ("PagedAttention has no argument qk_nrm; did you mean qk_norm", dict(qk_nrm=NORM)),
     ],
 )
 def test_an_nnx_layer_that_could_not_work_is_refused(message, bad):
