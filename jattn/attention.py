@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jattn import device
@@ -19,9 +20,9 @@ from jattn.backends.parallel import ContextParallel
 from jattn.backends.registry import name_of, query_dtype_rule, resolve
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.device import Chip, spec_of, with_auto_axes
-from jattn.errors.arguments import boolean, check_kind, integer, integers, sequence_of
+from jattn.errors.arguments import boolean, check_kind, integer, integers, is_float, sequence_of
 from jattn.metadata import CommonAttentionMetadata
-from jattn.metadata.attention_type import queries_of
+from jattn.metadata.attention_type import keys_of, queries_of
 from jattn.metadata.batch import BATCH
 from jattn.ops.layer import output_dtype
 from jattn.ops.rotation import Angles, check_angles, rotate
@@ -231,6 +232,8 @@ def attention(
     The keys of request r are cumsum(seq_lens)[r-1] .. cumsum(seq_lens)[r]-1. In self-attention without computed tokens
     they are packed like q. The keys of an encoder_decoder layer are packed by the encoder's lengths. If k and v have
     different dtypes, both are converted to the smallest dtype that holds them exactly.
+
+    Keys that lengths count and k lacks are an error, or if the lengths are traced, the result of such requests is NaN.
     """
     params = AttentionParams() if params is None else with_arrays(check_kind("params", params, AttentionParams))
     checks.check_kind("spec", spec, AttentionSpec)
@@ -248,7 +251,8 @@ def attention(
     checks.check_params(chosen, spec, None, params)
     checks.check_dtype(chosen, q, params)
     impl = chosen.get_impl_cls()(spec, None, chip).for_batch(meta)
-    return with_auto_axes(functools.partial(_forward_packed, impl), specs_of_state(q), q, k, v, meta, params)
+    call = functools.partial(_forward_packed, impl, checks.may_lack_keys(spec, meta, k.shape[0]))
+    return with_auto_axes(call, specs_of_state(q), q, k, v, meta, params)
 
 
 # Each of these functions is traced once for equal layers. Without jit, a call in a notebook would be compiled operation
@@ -273,10 +277,29 @@ def _update_and_forward(impl: AttentionImpl, q, k, v, cache, m, params, angles) 
     return impl.do_kv_cache_update(cache, k, v, m, params) if k.shape[0] else cache, _no_tokens(impl, q)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _forward_packed(impl: AttentionImpl, q, k, v, meta, params) -> AttentionState:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _forward_packed(impl: AttentionImpl, may_lack_keys: bool, q, k, v, meta, params) -> AttentionState:
     checks.check_functions(impl.spec)
-    return impl.forward_packed(q, k, v, meta, params) if q.shape[0] else _no_tokens(impl, q)
+    if not q.shape[0]:
+        return _no_tokens(impl, q)
+    state = impl.forward_packed(q, k, v, meta, params)
+    return _nan_without_keys(state, meta, impl.spec, k.shape[0]) if may_lack_keys else state
+
+
+def _nan_without_keys(state: AttentionState, meta, spec: AttentionSpec, num_keys: int) -> AttentionState:
+    """The state with NaN in rows of requests of which some keys are past the end of the packed ones.
+
+    An integer out has no NaN; its lse has.
+    """
+    queries, lengths = queries_of(meta, spec.attn_type), jnp.asarray(keys_of(meta, spec.attn_type).seq_lens)
+    lacking = jnp.cumsum(lengths) > num_keys
+    rows = lacking[queries.token_to_req()] & queries.token_is_live()
+
+    def marked(x):
+        axes = tuple(range(1, x.ndim))
+        return jnp.where(jnp.expand_dims(rows, axes), jnp.nan, x) if is_float(x.dtype) else x
+
+    return jax.tree.map(marked, state)
 
 
 def _no_tokens(impl: AttentionImpl, q) -> AttentionState:

@@ -228,6 +228,13 @@ def check_packing(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: 
         )
 
 
+def may_lack_keys(spec: AttentionSpec, meta: CommonAttentionMetadata, num_keys: int) -> bool:
+    """Could the lengths add up to more than num_keys? False if check_packing has seen them, or all keys are new."""
+    keys = keys_of(meta, spec.attn_type)
+    is_known = isinstance(keys.seq_lens, np.ndarray) or (keys.is_all_new and keys.num_tokens <= num_keys)
+    return not is_known
+
+
 def check_params(
     backend: type[AttentionBackend], spec: AttentionSpec, cache_spec: KVCacheSpec | None, params: AttentionParams
 ) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 
@@ -132,3 +133,20 @@ def test_r23_cross_attention_writes_once_and_reads_ever_after(backend, name):
     assert same_bits(again, cache)
     packed = [np.concatenate(x).astype(problem.q.dtype) for x in (encoder.keys, encoder.values)]
     answer.check(jattn.attention(problem.q, *packed, meta, spec, problem.params))
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "split", "pallas_cpu"])
+def test_traced_lengths_that_count_keys_that_are_not_there_give_nan(backend):
+    """A decode batch without its cache, inside jit: backends read other requests' keys, each its own."""
+    spec = jattn.AttentionSpec(num_heads=2, head_dim=8)
+    q, k = (
+        jax.random.normal(key, (n, 2, 8)) for key, n in zip(jax.random.split(jax.random.key(0)), (5, 8), strict=True)
+    )
+    call = jax.jit(lambda meta: jattn.attention(q, k, k, meta, spec, backend=backend))
+    meta = jattn.CommonAttentionMetadata.from_lengths([1, 1, 1], [3, 5, 9], [[0], [1], [2]], 16, num_tokens=5)
+    state = call(meta)
+    for x in (state.out, state.lse):
+        assert np.isnan(x[2]).all() and not np.isnan(x[:2]).any() and not np.isnan(x[3:]).any()
+    whole = jattn.CommonAttentionMetadata.from_lengths([1, 1, 0], [3, 5, 0], [[0], [1], [2]], 16, num_tokens=5)
+    np.testing.assert_array_equal(state.out[:2], call(whole).out[:2])
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves(call(whole)))
