@@ -121,16 +121,14 @@ class PagedAttention:
         k, v = checks.check_keys(self.spec, k, v, m.slot_mapping.shape[0])
         if angles is not None:
             check_angles(check_kind("angles", angles, Angles), q, k)
-        call, result = (
-            functools.partial(_update_and_forward, self.impl),
-            (jax.tree.map(spec_of, cache), specs_of_state(q)),
-        )
+        call = functools.partial(_update_and_forward, self.impl)
+        result = lambda: (jax.tree.map(spec_of, cache), specs_of_state(q))
         return with_auto_axes(call, result, q, k, v, cache, m, params, angles)
 
     def attend(self, q: jax.Array, cache: PagedKV, m: Any, params: AttentionParams | None = None) -> AttentionState:
         """Attention of q [T H D] over the cached keys; nothing is written."""
         q, params = self._checked(q, cache, m, params)
-        return with_auto_axes(functools.partial(_forward, self.impl), specs_of_state(q), q, cache, m, params)
+        return with_auto_axes(functools.partial(_forward, self.impl), lambda: specs_of_state(q), q, cache, m, params)
 
     def update_block_table(self, m: Any, block_table: jax.Array, slot_mapping: jax.Array) -> Any:
         """The same plan with another block table: for layers with the same lengths and other blocks."""
@@ -252,7 +250,7 @@ def attention(
     checks.check_dtype(chosen, q, params)
     impl = chosen.get_impl_cls()(spec, None, chip).for_batch(meta)
     call = functools.partial(_forward_packed, impl, checks.may_lack_keys(spec, meta, k.shape[0]))
-    return with_auto_axes(call, specs_of_state(q), q, k, v, meta, params)
+    return with_auto_axes(call, lambda: specs_of_state(q), q, k, v, meta, params)
 
 
 # Each of these functions is traced once for equal layers. Without jit, a call in a notebook would be compiled operation

@@ -11,7 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jattn.errors import UnsupportedError
 from jattn.errors.arguments import short
@@ -74,20 +75,30 @@ def check_context(what: str) -> None:
         )
 
 
-def with_auto_axes(function: Callable, result: Any, *args: Any) -> Any:
+def with_auto_axes(function: Callable, result: Callable[[], Any], *args: Any) -> Any:
     """function(*args), computed with Auto axes where arguments are on a mesh with Explicit ones, as of jax.make_mesh.
 
     With Explicit axes JAX wants to be told the sharding of each gather, cut and loop inside. With Auto axes XLA's
-    partitioner decides it. result: the tree of the PartitionSpecs of the result.
+    partitioner decides it. result() is the tree of the PartitionSpecs of the result.
     """
-    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(args))
-    mesh = next((mesh for mesh in meshes if mesh.explicit_axes), None)
+    mesh = _explicit_mesh(args)
     if mesh is None:
         return function(*args)
-    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), result)
+    places = jax.tree.map(lambda spec: NamedSharding(mesh, spec), result())
     axes: Any = mesh.explicit_axes
     call = jax.sharding.auto_axes(function, axes=axes, out_sharding=places)
     return call(*jax.tree.map(jnp.asarray, args))
+
+
+def _explicit_mesh(args: Any) -> AbstractMesh | None:
+    """The mesh with Explicit axes that is set, or that an array is on. Numpy arrays are on none, and slow to ask."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.explicit_axes:
+        return mesh
+    arrays = (x for x in jax.tree.leaves(args) if isinstance(x, jax.Array))
+    placed = (x for x in arrays if isinstance(x, Tracer) or isinstance(x.sharding, NamedSharding))
+    meshes = (jax.typeof(x).sharding.mesh for x in placed)
+    return next((mesh for mesh in meshes if mesh.explicit_axes), None)
 
 
 def spec_of(x: Any) -> PartitionSpec:

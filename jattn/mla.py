@@ -94,7 +94,7 @@ class MLAAttention:
         checks.check_plan(m, self.chosen.get_metadata_cls())
         checks.check_cache(cache, self.cache_spec)
         kv_c, k_pe = self._rows(kv_c, k_pe, m)
-        write, result = self.impl.do_kv_cache_update, jax.tree.map(spec_of, cache)
+        write, result = self.impl.do_kv_cache_update, lambda: jax.tree.map(spec_of, cache)
         return with_auto_axes(write, result, cache, kv_c, k_pe, m, params)
 
     def __call__(
@@ -115,7 +115,7 @@ class MLAAttention:
             cache = self.write(kv_c, k_pe, cache, m, params)  # pyright: ignore[reportArgumentType]  neither is None
             return cache, self.attend(q, cache, m, params, topk_indices)
         call = functools.partial(_traced, self.impl, "update_and_forward")
-        result = jax.tree.map(spec_of, cache), specs_of_state(q)
+        result = lambda: (jax.tree.map(spec_of, cache), specs_of_state(q))
         return with_auto_axes(call, result, q, *self._rows(kv_c, k_pe, m), cache, m, params)
 
     def attend(
@@ -163,7 +163,7 @@ class MLAAttention:
         return self._attend("prefill_mha", q, cache, m, params, *new)
 
     def _attend(self, method: str, q: jax.Array, *args) -> AttentionState:
-        return with_auto_axes(functools.partial(_traced, self.impl, method), specs_of_state(q), q, *args)
+        return with_auto_axes(functools.partial(_traced, self.impl, method), lambda: specs_of_state(q), q, *args)
 
     def _checked(self, q, cache: PagedKV, m: MLAMetadata, params: MLAParams) -> jax.Array:
         checks.check_plan(m, self.chosen.get_metadata_cls())

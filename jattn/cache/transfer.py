@@ -41,7 +41,7 @@ def swap_blocks(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> P
     different = [name for name in same if getattr(a, name) != getattr(b, name)]
     if different:
         raise ValueError(f"the caches differ in {', '.join(different)}: {a} and {b}; they must be equal")
-    return with_auto_axes(_copy, jax.tree.map(spec_of, dst_cache), src_cache, dst_cache, src_dst)
+    return with_auto_axes(_copy, lambda: jax.tree.map(spec_of, dst_cache), src_cache, dst_cache, src_dst)
 
 
 def _copy(src_cache: PagedKV, dst_cache: PagedKV, src_dst: jax.Array) -> PagedKV:

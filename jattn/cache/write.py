@@ -43,7 +43,7 @@ def _written(put: Callable, cache: PagedKV, k, v, slot_mapping, params) -> Paged
     """put(pool, rows, slots, spec) is the pool with the rows [T K ..] at slots i32[T]."""
     k, v, slots = check_static(cache, k, v, slot_mapping, params)
     params = AttentionParams() if params is None else with_arrays(params)
-    result = jax.tree.map(spec_of, cache)
+    result = lambda: jax.tree.map(spec_of, cache)
     return with_auto_axes(functools.partial(_write, put), result, cache, k, v, slots, scales_of(params))
 
 

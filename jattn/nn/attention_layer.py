@@ -175,7 +175,7 @@ def linear(weights: dict, x: jax.Array) -> jax.Array:
 
 def linears(projections: Sequence[dict], x: jax.Array) -> tuple[jax.Array, ...]:
     """`linear` of the same x with the weights of each projection, in one call where the platform has one."""
-    result = tuple(_spec_of_rows(x, weights["kernel"]) for weights in projections)
+    result = lambda: tuple(_spec_of_rows(x, weights["kernel"]) for weights in projections)
     return with_auto_axes(_linears, result, projections, x)
 
 
