@@ -5,7 +5,7 @@ import pytest
 
 from jattn import strict_json
 from jattn.engine import Engine, SamplingParams
-from jattn.serve import errors, fields, responses
+from jattn.serve import errors, fields, logprobs
 from jattn.serve.engine_loop import EngineLoop
 from jattn.text import ByteTokenizer, ChatTemplate
 from tests.engine import fake
@@ -50,7 +50,7 @@ MUTANTS = {
     ),
     "what is known and not served is taken": lambda patch: patch.setattr(fields, "_is_same", lambda a, b: True),
     "places do not come back": lambda patch: patch.setattr(EngineLoop, "_abort", lambda self, request: None),
-    "the chosen token is not among the top": lambda patch: patch.setattr(responses, "_by_text", lambda t, _: {}),
+    "the chosen token is not among the top": lambda patch: patch.setattr(logprobs, "_by_text", lambda t, _: {}),
     "errors are written in another way": lambda patch: patch.setattr(
         errors, "error_body", lambda message, *more: {"error": message}
     ),

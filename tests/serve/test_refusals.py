@@ -277,8 +277,7 @@ def test_a_template_that_stumbles_over_messages_refuses_them(url):
 def test_an_answer_that_cannot_be_written_is_one_whole_error(monkeypatch):
     """Not a part of a response: JSON has no NaN."""
     with serving() as (engine, _, url):
-        monkeypatch.setattr("jattn.serve.responses.MIN_LOGPROB", float("nan"))
-        monkeypatch.setattr("jattn.serve.responses._finite", lambda logprob: float("nan"))
+        monkeypatch.setattr("jattn.serve.logprobs._finite", lambda logprob: float("nan"))
         refused(send(url, GOOD | {"logprobs": 1}), 500)
         with CLIENT.stream("POST", f"{url}/v1/completions", json=GOOD | {"logprobs": 1, "stream": True}) as answer:
             events = [line for line in answer.iter_lines() if line]
