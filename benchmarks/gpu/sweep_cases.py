@@ -59,6 +59,11 @@ def beside(long: int, keys: int, short: int, least: int, most: int, new: int = 1
     return tuple((new, length) for length in lengths)
 
 
+def law(count: int, low: int, high: int) -> tuple:
+    """`count` requests of one new token, of lengths from `low` to `high` that are even in the logarithm."""
+    return tuple((1, int(low * (high / low) ** (i * 0.618034 % 1))) for i in range(count))
+
+
 def prompt(length: int, count: int = 1) -> tuple:
     """`count` prompts."""
     return ((length, length),) * count
@@ -121,6 +126,17 @@ CLASSES: tuple[tuple[Any, ...], ...] = (  # name, model, lengths, page[, 8 bits[
     ("dec_long_and_short_d256", "gemma3_12b", beside(3, 16000, 30, 200, 600), 16),
     ("spec_4_long_and_short", "llama8b", beside(3, 32000, 40, 100, 500, new=4), 16),
     ("mixed_long_and_short", "llama8b", (*beside(3, 32000, 40, 100, 500), (700, 700)), 16),
+    ("mixed_200d_chunk_of_30k", "llama8b", (*decodes(200, 500), (2048, 30000)), 16),
+    ("mixed_200d_chunk_of_30k_d64", "gpt_oss", (*decodes(200, 500), (2048, 30000)), 16),
+    ("mixed_100d_chunk_tp8", "llama70b_tp8", (*law(100, 200, 12000), (1024, 9000)), 16),
+    ("mixed_150d_prompts_tp8", "llama70b_tp8", (*law(150, 50, 800), (119, 137), (2740, 2747), (612, 830)), 16),
+    ("mixed_42d_2p_d256", "gemma3_12b", (*law(42, 50, 4000), (815, 5910), (345, 346)), 64),
+    ("mixed_150d_chunk_window4k_d256", "gemma2_9b_window", (*law(150, 50, 470), (1805, 23723)), 16),
+    ("mixed_90d_chunk_d64_fp8", "gpt_oss", (*law(90, 50, 220), (88, 23137)), 64, True),
+    ("pre_4x2k_mha", "mha13b", prompt(2000, 4), 16),
+    ("pre_ragged_d80", "phi2", PROMPTS, 16),
+    ("pre_ragged_d96", "phi3_mini", PROMPTS, 16),
+    ("chunks_64x32_tp8", "llama70b_tp8", tuple((32, n) for _, n in law(64, 200, 20000)), 16),
     ("dec_512_tiny_d64", "gpt_oss", TINY, 16),
     ("dec_512_tiny_tp8", "llama70b_tp8", TINY, 16),
     ("dec_300_tiny_kv4", "qwen7b", TINY[:300], 16),

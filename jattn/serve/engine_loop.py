@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
-from jattn.engine import Engine, FinishReason, RequestOutput, SamplingParams, Stats
+from jattn.engine import Engine, FinishReason, RequestOutput, SamplingParams, Stats, switch_interval
 from jattn.engine.engine import Prompt
 from jattn.serve.errors import FailedError, QueueFullError, StoppedError
 
@@ -209,8 +209,9 @@ class EngineLoop:
     # ------------------------------------------------------------------ in the engine's thread
     def _run(self) -> None:
         try:
-            while self._run_commands():
-                Inbox.wake(self._deliver(self.engine.step()))
+            with switch_interval.short.in_server():
+                while self._run_commands():
+                    Inbox.wake(self._deliver(self.engine.step()))
         except BaseException as error:  # of any kind: every waiting client must get an error
             log.exception("the engine is broken")
             self.fail(error)

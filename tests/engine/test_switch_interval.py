@@ -6,6 +6,8 @@ import threading
 import pytest
 
 from jattn.engine import switch_interval
+from jattn.serve.engine_loop import EngineLoop
+from tests.serve.running import make_engine, wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +43,21 @@ def test_an_exception_and_a_shorter_interval_of_the_program_are_kept():
         assert sys.getswitchinterval() == pytest.approx(0.0001, abs=5e-6)
         raise KeyError
     assert sys.getswitchinterval() == pytest.approx(0.0001, abs=5e-6)
+
+
+def test_the_interval_is_longer_while_a_server_runs():
+    with switch_interval.short.in_server():
+        with switch_interval.short:
+            assert sys.getswitchinterval() == pytest.approx(switch_interval.SERVER_SECONDS, abs=5e-6)
+        assert sys.getswitchinterval() == pytest.approx(0.005, abs=5e-6)
+    with switch_interval.short:
+        assert sys.getswitchinterval() == pytest.approx(switch_interval.SECONDS, abs=5e-6)
+
+
+def test_a_servers_thread_says_so_until_it_ends():
+    loop = EngineLoop(make_engine())
+    loop.start()
+    wait_until(lambda: switch_interval.short._num_servers == 1)
+    loop.stop()
+    loop.join()
+    assert switch_interval.short._num_servers == 0
