@@ -45,7 +45,7 @@ LOADS: dict[str, Sequence[dict]] = {
     "mixed": [GREEDY, SAMPLED, SAMPLED | dict(logprobs=5), SAMPLED | dict(stop=["w17 w18"], presence_penalty=0.5)],
 }
 """Sampling options by load; request i has those at i modulo their number."""
-HTTP = ("http", "http_mixed", "http_paced")
+HTTP, PACE = ("http", "http_mixed", "http_paced"), 0.7
 
 
 class Words:
@@ -94,16 +94,19 @@ def _root() -> pathlib.Path:
     return pathlib.Path(__file__).parents[2]
 
 
-def measure(engine: jattn.Engine, work: list, name: str, http_rate: float | None) -> dict:
-    """The figures of one load. http_rate: tokens per second that `http` reached."""
+def arrivals_of(work: list, tokens_per_s: float) -> list[float]:
+    """Seconds at which the requests arrive, at random, PACE times as fast as this throughput allows."""
+    mean_gap = sum(new for _, new in work) / len(work) / (PACE * tokens_per_s)
+    return np.cumsum(np.random.default_rng(0).exponential(mean_gap, len(work))).tolist()
+
+
+def measure(engine: jattn.Engine, work: list, name: str, rates: dict[str, float]) -> dict:
+    """The figures of one load. rates: tokens per second of the loads before it."""
     before = engine.stats
     with trace.watched() as seen:
         if name in HTTP:
-            tokens = sum(new for _, new in work)
-            rate = 0.7 * http_rate * len(work) / tokens if name == "http_paced" and http_rate else None
-            gaps = np.random.default_rng(0).exponential(1 / rate, len(work)) if rate else np.zeros(len(work))
-            options = LOADS["mixed" if name == "http_mixed" else "greedy"]
-            row = over_http(engine, work, options, np.cumsum(gaps).tolist())
+            at = arrivals_of(work, rates["http"]) if name == "http_paced" else [0.0] * len(work)
+            row = over_http(engine, work, LOADS["mixed" if name == "http_mixed" else "greedy"], at)
         else:
             params = [jattn.SamplingParams(**each) for each in params_of(LOADS[name], work)]
             row = trace.serve(engine, work, params).figures()
@@ -121,6 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     records.add_options(parser)
     args = parser.parse_args(argv)
     wanted = name_lists.known(parser, "--only", args.only, [*LOADS, *HTTP], "load") or [*LOADS, *HTTP]
+    if "http_paced" in wanted and "http" not in wanted:
+        parser.error("--only: http_paced needs http, whose throughput sets its pace")
     shape = trace.SMALL_TRACE if args.small else next(t for t in trace.TRACES if t.name == "trace_1b_r256")
     config, params = trace.model_of(args.small, 4096, **SIZES[args.model])
     engine = jattn.Engine(
@@ -135,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     rates: dict[str, float] = {}
     failed = 0
     for name in wanted:
-        row: dict = cupti.attempt(lambda name=name: measure(engine, work, name, rates.get("http")))
+        row: dict = cupti.attempt(lambda name=name: measure(engine, work, name, rates))
         row = dict(case=name, variant=args.model, trace=shape.name) | row
         if (rate := row.get("output_tokens_per_s")) is not None:
             rates[name] = rate
