@@ -211,7 +211,7 @@ class EngineLoop:
         try:
             with switch_interval.short.in_server():
                 while self._run_commands():
-                    Inbox.wake(self._deliver(self.engine.step()))
+                    self._deliver(self.engine.step())
         except BaseException as error:  # of any kind: every waiting client must get an error
             log.exception("the engine is broken")
             self.fail(error)
@@ -246,21 +246,23 @@ class EngineLoop:
             log.exception("%s: the engine could not abort it", request.id)
         self._remove(request)
 
-    def _deliver(self, outputs: list[RequestOutput]) -> list[Inbox]:
-        """Put the outputs into the inboxes of their bodies; returns those to wake."""
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """Put the outputs into the inboxes of their bodies, then wake the readers."""
         to_wake = []
-        for output in outputs:
-            request = self._requests.get(output.id)
-            if request is None:
-                continue
-            update: Update = output
-            if output.finished:  # as whatever was aborted
-                self._remove(request)
-                if any(completion.finish_reason is FinishReason.ABORT for completion in output.outputs):
-                    update = FailedError("the engine aborted this request")
-            if request.inbox.put(request.index, update):
-                to_wake.append(request.inbox)
-        return to_wake
+        try:
+            for output in outputs:
+                request = self._requests.get(output.id)
+                if request is None:
+                    continue
+                update: Update = output
+                if output.finished:  # as whatever was aborted
+                    self._remove(request)
+                    if any(completion.finish_reason is FinishReason.ABORT for completion in output.outputs):
+                        update = FailedError("the engine aborted this request")
+                if request.inbox.put(request.index, update):
+                    to_wake.append(request.inbox)
+        finally:  # also after an error: put() asks for one wake, so fail() would not wake these readers again
+            Inbox.wake(to_wake)
 
     def _remove(self, request: _EngineRequest) -> None:
         with self._lock:

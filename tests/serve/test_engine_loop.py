@@ -184,6 +184,22 @@ def test_a_broken_engine_ends_every_stream_and_accepts_nothing_more():
         assert not loop.healthy and isinstance(loop.failure, ZeroDivisionError)
 
 
+def test_a_step_with_an_invalid_output_ends_every_stream():
+    """The outputs before it are delivered, and their readers must learn of them, or of the failure."""
+    with running() as loop:
+        step = loop.engine.step
+        loop.engine.step = lambda: (outputs := step()) and [*outputs, None]
+
+        async def main():
+            with held(loop.engine):
+                streams = [loop.submit(name, ["x"], params(max_tokens=count)) for name, count in (("a", 1), ("b", 200))]
+            ends = (asyncio.wait_for(stream.finished(), PATIENCE) for stream in streams)
+            return await asyncio.gather(*ends, return_exceptions=True)
+
+        ended, failed = asyncio.run(main())
+        assert isinstance(ended, list) and isinstance(failed, StoppedError) and "NoneType" in str(failed)
+
+
 def test_streams_end_at_once_where_a_step_takes_longer_than_clients_wait():
     """A step may compile for minutes (--no-warmup), and the server cuts its connections after some seconds."""
     with running() as loop:
