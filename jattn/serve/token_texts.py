@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from jattn.text import Tokenizer
-from jattn.text.detokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Detokenizer
+from jattn.text.detokenizer import MAX_CONTEXT, MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Detokenizer
 
 
 class TokenTexts:
@@ -78,8 +78,12 @@ class TextOffsets:
         for count in range(1, len(pending) + 1):
             so_far = text if count == len(pending) else self._texts.decode(self._context + pending[:count])
             self.bounds.append(max(begin + _common_length(so_far, text) - context_length, self.bounds[-1]))
-        self._context, self._pending = pending, []
-        self._known = self._texts.alone(pending[0]) if len(pending) == 1 else self._texts.decode(pending)
+        self._pending = []
+        if text != self._known:
+            self._context = pending
+            self._known = self._texts.alone(pending[0]) if len(pending) == 1 else self._texts.decode(pending)
+        elif len(self._context) < MAX_CONTEXT:  # after tokens without text alone, a word would lose its space
+            self._context = self._context + pending
 
 
 def _common_length(a: str, b: str) -> int:

@@ -94,9 +94,10 @@ def test_text_offset_is_where_a_tokens_text_begins_and_a_stream_tells_the_same(c
 
 
 @pytest.mark.parametrize("kind", ["byte fallback", "metaspace, a space before the first", "WordPiece", "byte level"])
-def test_text_offsets_count_in_the_text_that_follows_the_prompts(kind):
+@pytest.mark.parametrize("output", [[4, 3, 4, 3], [4, 0, 3, 1, 1, 4, 3]], ids=["words", "special tokens between them"])
+def test_text_offsets_count_in_the_text_that_follows_the_prompts(kind, output):
     """Decoded alone, the first word of some tokenizers has no space before it; after a prompt it has."""
-    code, prompt, output = KINDS[kind](), (3, 4), [4, 3, 4, 3]
+    code, prompt = KINDS[kind](), (3, 4)
     detokenizer, offsets, ends = Detokenizer(code, prompt), TextOffsets(TokenTexts(code), prompt), [0]
     for token in output:
         ends.append(ends[-1] + len(detokenizer.add([token])))
