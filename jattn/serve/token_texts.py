@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from jattn.text import Tokenizer
-from jattn.text.detokenizer import MAX_CONTEXT, MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Detokenizer
+from jattn.text.detokenizer import MAX_CONTEXT, MAX_TOKENS_PER_CHARACTER, REPLACEMENT, Detokenizer, is_garbled
 
 
 class TokenTexts:
@@ -74,6 +74,8 @@ class TextOffsets:
     def _settle(self, text: str) -> None:
         """Append the bounds of the pending tokens. text: of the context and these tokens."""
         begin, pending = self.bounds[-1], self._pending
+        if is_garbled(self._known, text):  # the Detokenizer then decodes the new tokens alone, too
+            self._context, self._known, text = [], "", self._texts.decode(pending)
         context_length = _common_length(self._known, text)  # a prompt may end within a character of the output
         for count in range(1, len(pending) + 1):
             so_far = text if count == len(pending) else self._texts.decode(self._context + pending[:count])

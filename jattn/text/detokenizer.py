@@ -107,7 +107,7 @@ class Detokenizer:
         text = decoded.rstrip(REPLACEMENT) if may_wait else decoded
         is_whole = text == decoded
         added = _after(returned, whole, text)
-        if added and _is_garbled(returned, text):
+        if added and is_garbled(returned, text):
             tokens = tokens[len(tokens) - num_silent :]
             added = text = self.tokenizer.decode(tokens)
             window = _Window(tokens, len(tokens), text, text, 0)
@@ -173,7 +173,7 @@ def _after(returned: str, whole: str, text: str) -> str:
     return "" if returned.startswith(text) else text[len(os.path.commonprefix([whole, text])) :]
 
 
-def _is_garbled(returned: str, text: str) -> bool:
+def is_garbled(returned: str, text: str) -> bool:
     """Did text that was returned become U+FFFD? A decoder with byte fallback does that to a run of bytes that has one
     invalid byte; how long the run is depends on where the window begins."""
     if text.startswith(returned):  # nearly always; the common prefix takes longer than all else in this file

@@ -12,7 +12,7 @@ from jattn.serve.fields import ParsedBody
 from jattn.serve.responses import ResponseBuilder
 from jattn.serve.token_texts import TextOffsets, TokenTexts
 from jattn.text.detokenizer import Detokenizer
-from tests.engine.test_stream_text import KINDS
+from tests.engine.test_stream_text import BYTES, KINDS
 from tests.serve.running import serving, wait_until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -108,6 +108,18 @@ def test_text_offsets_count_in_the_text_that_follows_the_prompts(kind, output):
     built = whole([RequestOutput("id", prompt, (done,))], code)["choices"][0]
     assert built["logprobs"]["text_offset"] == ends[:-1]
     assert "".join(built["logprobs"]["tokens"]) == built["text"]
+
+
+def test_an_invalid_byte_does_not_move_the_offsets_of_the_text_after_it():
+    """Byte fallback makes U+FFFD of a whole run of bytes with an invalid one, also of its whole characters."""
+    code, prompt = KINDS["byte fallback"](), (3, 4)
+    first, second = (BYTES[f"<0x{byte:02X}>"] for byte in "é".encode())
+    detokenizer, offsets, output = Detokenizer(code, prompt), TextOffsets(TokenTexts(code), prompt), [first, second] * 2
+    for token in [*output, first, 3, 4]:
+        detokenizer.add([token])
+        offsets.add([token])
+    assert detokenizer.text == "éé\ufffd one two"
+    assert offsets.bounds == [0, 0, 1, 1, 2, 3, 7, 11]
 
 
 def test_a_token_is_told_with_its_text_not_before():
