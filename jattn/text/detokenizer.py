@@ -24,6 +24,7 @@ class _Window(NamedTuple):
     returned: str  # the text of `tokens` that was returned so far, or is the prompt's
     whole: str  # `returned` without the unfinished character that a prompt may end with
     num_silent: int  # of these tokens from the right: they have added no text yet
+    num_unfinished: int = 0  # of the silent ones from the right: they came since the text ended with a whole character
 
 
 class Detokenizer:
@@ -100,10 +101,11 @@ class Detokenizer:
 
         may_wait: leave an unfinished character at the end for later, unless too many tokens wait for it already.
         """
-        tokens, num_context, returned, whole, num_silent = self._window
-        tokens, num_silent = [*tokens, *new], num_silent + len(new)
-        may_wait = may_wait and (len(new) > 1 or num_silent < MAX_TOKENS_PER_CHARACTER)
+        tokens, num_context, returned, whole, num_silent, num_unfinished = self._window
+        tokens, num_silent, num_unfinished = [*tokens, *new], num_silent + len(new), num_unfinished + len(new)
         decoded = self.tokenizer.decode(tokens)
+        num_waiting = num_unfinished if decoded.endswith(REPLACEMENT) else num_silent
+        may_wait = may_wait and (len(new) > 1 or num_waiting < MAX_TOKENS_PER_CHARACTER)
         text = decoded.rstrip(REPLACEMENT) if may_wait else decoded
         is_whole = text == decoded
         added = _after(returned, whole, text)
@@ -116,7 +118,7 @@ class Detokenizer:
         elif added:
             window = _Window(tokens, num_context, text, text, 0)
         elif may_wait:
-            window = _Window(tokens, num_context, returned, whole, num_silent)
+            window = _Window(tokens, num_context, returned, whole, num_silent, 0 if is_whole else num_unfinished)
         else:  # these tokens are special ones, which have no text and do not change that of others
             window = _Window(tokens[: len(tokens) - num_silent], num_context, returned, whole, 0)
         return window, added, is_whole

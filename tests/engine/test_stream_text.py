@@ -141,6 +141,16 @@ def test_bytes_that_never_become_a_character_are_shown_once(kind):
 
 
 @pytest.mark.parametrize("kind", ["byte level", "byte fallback", "bytes"])
+def test_special_tokens_before_a_character_do_not_count_among_its_tokens(kind):
+    """After three of them an emoji that came byte by byte began with U+FFFD, and one that came at once did not."""
+    code = KINDS[kind]()
+    for count in range(15):
+        stream = Detokenizer(code, byte_ids(kind, code, "é"))
+        output = [1] * count + byte_ids(kind, code, "😀")
+        assert "".join(stream.add([token]) for token in output) == "😀", count
+
+
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "bytes"])
 def test_the_sizes_of_bursts_change_no_text_also_of_invalid_bytes_among_silent_tokens(kind):
     """How many tokens come together depends on which other requests are served."""
     code, rng = KINDS[kind](), random.Random(7)
