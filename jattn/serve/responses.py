@@ -68,7 +68,7 @@ class ResponseBuilder:
             yield self._body("chat.completion.chunk", [entry]) | usage
 
     def num_unsent_logprobs(self, prompt_index: int, output: RequestOutput) -> int:
-        """How many numbers the next events of this prompt have, with those of the likeliest tokens."""
+        """How many numbers the next events of this prompt have at most, with those of the likeliest tokens."""
         if (num_top := self._parsed.params.logprobs) is None:
             return 0
         sent = [self._choices.get(self._index(prompt_index, completion)) for completion in output.outputs]
