@@ -124,7 +124,8 @@ class EngineLoop:
         self.failure: BaseException | None = None  # what broke the engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._requests: dict[str, _EngineRequest] = {}
-        self._lock = threading.Lock()  # guards _requests and _closed
+        self._num_sequences = 0  # of all _requests
+        self._lock = threading.Lock()  # guards _requests, _num_sequences and _closed
         self._closed: str | None = None  # why nothing more is accepted; None: it is open
         self._thread = threading.Thread(target=self._run, name="jattn-engine", daemon=True)
 
@@ -181,13 +182,14 @@ class EngineLoop:
         requests = [_EngineRequest(each, index, params, inbox) for index, each in enumerate(ids)]
         with self._lock:
             self.check_open()
-            num_queued, num_new = sum(request.params.n for request in self._requests.values()), len(ids) * params.n
+            num_queued, num_new = self._num_sequences, len(ids) * params.n
             if num_queued + num_new > self.max_queue:
                 raise QueueFullError(
                     f"{num_queued} sequences are running or waiting, this body needs {num_new} more, and the limit "
                     f"is {self.max_queue}; try again later"
                 )
             self._requests.update({request.id: request for request in requests})
+            self._num_sequences += num_new
         for request, prompt in zip(requests, prompts, strict=True):
             self._commands.put(lambda request=request, prompt=prompt: self._add(request, prompt, salt))
         return OutputStream(inbox, len(ids), lambda: self._request_abort(requests))
@@ -196,7 +198,7 @@ class EngineLoop:
     def _stop_all(self, why: str) -> None:
         with self._lock:
             self._closed = why
-            requests, self._requests = list(self._requests.values()), {}
+            requests, self._requests, self._num_sequences = list(self._requests.values()), {}, 0
         Inbox.wake([request.inbox for request in requests if request.inbox.put(request.index, StoppedError(why))])
 
     def _request_abort(self, requests: list[_EngineRequest]) -> None:
@@ -266,4 +268,5 @@ class EngineLoop:
 
     def _remove(self, request: _EngineRequest) -> None:
         with self._lock:
-            self._requests.pop(request.id, None)
+            if self._requests.pop(request.id, None) is not None:
+                self._num_sequences -= request.params.n

@@ -17,7 +17,7 @@ class _Choice:
     """One completion of one prompt: what of it was sent."""
 
     index: int  # in the response
-    offsets: TextOffsets
+    offsets: TextOffsets | None  # None: log-probabilities are not requested
     num_characters: int = 0
     num_logprobs: int = 0
     has_begun: bool = False
@@ -84,7 +84,8 @@ class ResponseBuilder:
             raise FailedError(completion.error)
         index = self._index(prompt_index, completion)
         if index not in self._choices:
-            self._choices[index] = _Choice(index, TextOffsets(self._texts, output.prompt_token_ids))
+            told = completion.logprobs is not None
+            self._choices[index] = _Choice(index, TextOffsets(self._texts, output.prompt_token_ids) if told else None)
         return self._choices[index]
 
     def _index(self, prompt_index: int, completion: Completion) -> int:
@@ -96,9 +97,9 @@ class ResponseBuilder:
 
         They are sent with their token's text: a stop string may still cut text that the engine holds back.
         """
-        if completion.logprobs is None:
-            return []
         offsets, begin = choice.offsets, choice.num_logprobs
+        if offsets is None or completion.logprobs is None:
+            return []
         offsets.add(completion.token_ids[offsets.num_tokens :])
         is_finished = completion.finish_reason is not None
         if is_finished:
@@ -113,7 +114,7 @@ class ResponseBuilder:
         """The fields of a choice that a whole response and an event share. logprobs: the ones sent last."""
         reason = None if completion.finish_reason is None else str(completion.finish_reason)
         entry: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": None}
-        if completion.logprobs is None:
+        if choice.offsets is None:
             return entry
         if self._parsed.is_chat:
             entry["logprobs"] = json_logprobs.of_chat(logprobs, self._texts, self._parsed.params.logprobs or 0)
