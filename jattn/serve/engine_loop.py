@@ -61,7 +61,8 @@ class Inbox:
         """Wake the readers of inboxes whose `put` was True. From any thread.
 
         There is one call for each event loop: every call writes to a socket, meanwhile the loop's thread takes the
-        interpreter, and this thread waits to get it back. For 256 readers that took half of a dispatch's time.
+        interpreter, and this thread waits to get it back. With a call for each reader, 512 streams of an engine that
+        computes nothing took 1.94 s instead of 1.71.
         """
         events: dict[asyncio.AbstractEventLoop, list[asyncio.Event]] = {}
         for inbox in inboxes:
