@@ -52,6 +52,10 @@ class _Connection(asyncio.Protocol):
         self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
     def data_received(self, data: bytes) -> None:
+        if not self._tail and not data.startswith(b"HTTP/1.1 200 "):  # the connection would stay open, and this wait
+            self._tail = data
+            self._transport.abort()
+            return
         count = data.count(b"data: ")
         if count and not self._has_begun:
             self._has_begun = True

@@ -11,7 +11,6 @@ the rate that `http` reached.
 
 import argparse
 import json
-import pathlib
 import subprocess
 import sys
 import tempfile
@@ -82,16 +81,11 @@ def over_http(engine: jattn.Engine, work: list, options: Sequence[dict], at: lis
         file.flush()
         command = [sys.executable, "-m", "benchmarks.http_client", str(sockets[0].getsockname()[1]), file.name]
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, cwd=_root())
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         finally:
             server.should_exit = True
             serving.join()
     return json.loads(done.stdout)
-
-
-def _root() -> pathlib.Path:
-    """Of the checkout."""
-    return pathlib.Path(__file__).parents[2]
 
 
 def arrivals_of(work: list, tokens_per_s: float) -> list[float]:
