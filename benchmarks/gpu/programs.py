@@ -64,7 +64,7 @@ def batch_of(shapes, tokens, rows, blocks, **sampling):
         token_ids=ids,
         metas=(meta,),
         rows=dataclasses.replace(batch.rows, remaining=remaining, **fields),
-        needs_history_or_logprobs=logprobs,
+        needs_logprobs=logprobs,
         steps=np.int32(BURST if decode else 1),
     )
 

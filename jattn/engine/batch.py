@@ -74,14 +74,14 @@ def batch_of(
     position, remaining = np.zeros((2, num_rows), np.int32)
     position[:count] = np.maximum(seq_lens - rules["prompt_len"][:count], 0)
     remaining[:count] = np.where(samples > 0, max_lens - seq_lens, 0)
-    has_logprobs = any([seq.params.logprobs is not None for seq in seqs])
     return Batch(
         token_ids=token_ids,
         source=source,
         metas=tuple(metas),
         rows=sampling_rows(rules, position, remaining),
         penalties=penalties(rules, _histories(seqs, penalised & (samples > 0), num_rows, shapes.limits.max_model_len)),
-        needs_history_or_logprobs=np.bool_(has_logprobs or penalised.any()),
+        needs_history=np.bool_(penalised.any()),
+        needs_logprobs=np.bool_(any([seq.params.logprobs is not None for seq in seqs])),
         steps=np.int32(plan.burst),
         block_size=shapes.block_size,
     )
@@ -145,7 +145,8 @@ def empty_batch(shape: StepShape, num_groups: int, shapes: StepShapes) -> Batch:
         ),
         rows=sampling_rows(rules, none, none),
         penalties=penalties(rules, np.zeros((0, shapes.limits.max_model_len), np.int32)),
-        needs_history_or_logprobs=np.bool_(False),
+        needs_history=np.bool_(False),
+        needs_logprobs=np.bool_(False),
         steps=np.int32(1),
         block_size=shapes.block_size,
     )
@@ -167,6 +168,7 @@ def meta_of(
     )  # fmt: skip
     return meta.replace(
         max_query_len=1 if shape.is_decode else shape.num_tokens,  # one program for each shape
+        token_is_row=shape.is_decode,
         common_prefix_len=None if prefix_len is None else np.int32(prefix_len),
     )
 

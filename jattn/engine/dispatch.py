@@ -7,6 +7,7 @@ Each row's last token stays on the device, so the next dispatch can be sent befo
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.engine.packing import Packed, PackedTree
-from jattn.engine.params import MAX_LOGPROBS
-from jattn.engine.sampling import BAD_TOKEN, MapRows, Penalties, Sampled, SamplingRows, choose
+from jattn.engine.sampling import BAD_TOKEN, MapRows, Needs, Penalties, Sampled, SamplingRows, choose
 from jattn.engine.xla_options import PlatformJit
 from jattn.metadata.batch import CommonAttentionMetadata
 from jattn.types import PAD_SLOT_ID, AnyArray, pytree, static
@@ -51,7 +51,8 @@ class Model:
     def last_logits(self, params, caches, token_ids, metas):
         """(caches, f32[R vocab] of each row's last token)."""
         meta = metas[0] if len(metas) == 1 else metas
-        options = dict(backend=self.backend, logits_at=metas[0].logits_at_last_token())
+        at = None if metas[0].token_is_row else metas[0].logits_at_last_token()
+        options: dict[str, Any] = dict(backend=self.backend, logits_at=at)
         if self.model_mesh is not None:
             options["model_mesh"] = self.model_mesh
         caches, logits = self.forward(self.config, params, token_ids, caches, meta, **options)
@@ -91,7 +92,8 @@ class Batch:
     metas: tuple[CommonAttentionMetadata, ...]  # one for each cache group
     rows: SamplingRows  # the sampling rules of each row
     penalties: Penalties  # of each row
-    needs_history_or_logprobs: jax.Array | np.bool_  # some row has penalties, or log-probabilities are requested
+    needs_history: jax.Array | np.bool_  # some row has penalties
+    needs_logprobs: jax.Array | np.bool_  # log-probabilities are requested
     steps: jax.Array | np.int32  # the most steps; MAX_STEPS at most
     block_size: int = static()  # tokens of a block
 
@@ -169,19 +171,22 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
     num_rows = batch.metas[0].max_num_reqs
     remaining, token_ids, metas, recent = _continued(before, batch)
     rows = dataclasses.replace(batch.rows, remaining=remaining)
-    needs_history_or_logprobs = jnp.asarray(batch.needs_history_or_logprobs)
+    needs = Needs(
+        draws=jnp.any(rows.temperature > 0),
+        history=jnp.asarray(batch.needs_history),
+        logprobs=jnp.asarray(batch.needs_logprobs),
+    )
 
     def one_step(carry):
         caches, state = carry
         caches, logits = model.last_logits(params, caches, state.token_ids, state.metas)
-        now = dataclasses.replace(rows, position=rows.position + state.step)
-        known = jnp.concatenate([recent, state.sampled.tokens])
-        new = choose(logits, now, batch.penalties, known, needs_history_or_logprobs, model.map_rows)
-        chosen = new.tokens
-        new = dataclasses.replace(new, tokens=jnp.where(state.alive, chosen, NOT_SAMPLED))
-        put = lambda all_steps, row: jax.lax.dynamic_update_index_in_dim(all_steps, row, state.step, 0)
-        sampled = jax.tree.map(put, state.sampled, new)
-        ended = (chosen == BAD_TOKEN) | jnp.any(chosen[:, None] == batch.rows.stop_ids, axis=1)
+        chosen, sampled = choose(
+            logits, rows, batch.penalties, recent, state.sampled, state.step, needs, model.map_rows
+        )
+        tokens = jnp.where(state.alive, chosen, NOT_SAMPLED)
+        tokens = jax.lax.dynamic_update_index_in_dim(sampled.tokens, tokens, state.step, 0)
+        sampled = dataclasses.replace(sampled, tokens=tokens)
+        ended = (chosen == BAD_TOKEN) | is_one_of(chosen, batch.rows.stop_ids)
         alive = state.alive & ~ended & (remaining > state.step + 1)
         metas = tuple(decode_after(meta, alive, batch.block_size) for meta in state.metas)
         token_ids = jnp.zeros_like(state.token_ids).at[:num_rows].set(jnp.maximum(chosen, 0))
@@ -207,7 +212,7 @@ def _of_rank(model: Model, params, caches, before: RowState, packed: Packed):
         alive=remaining > 0,
         token_ids=token_ids,
         metas=metas,
-        sampled=_nothing_sampled(num_rows, model.config.vocab_size),
+        sampled=Sampled.nothing(MAX_STEPS, num_rows, model.config.vocab_size, NOT_SAMPLED),
         any_unfinished=jnp.bool_(False) if model.steps_together else None,
     )
     caches, end = jax.lax.while_loop(has_next_step, one_step, (caches, start))
@@ -246,24 +251,21 @@ def _decode_slots(meta: CommonAttentionMetadata, writes: jax.Array, block_size: 
     return jnp.concatenate([slots, jnp.full(meta.num_tokens - meta.max_num_reqs, PAD_SLOT_ID, jnp.int32)])
 
 
+def is_one_of(tokens: jax.Array, ids: AnyArray) -> jax.Array:
+    """bool[R]: is a token one of its row's ids i32[R n]? Column by column, which XLA computes with what follows, where
+    jnp.any would be a kernel of its own."""
+    columns = (tokens == ids[:, i] for i in range(ids.shape[1]))
+    return functools.reduce(operator.or_, columns, jnp.zeros(tokens.shape, bool))
+
+
 def decode_after(meta: CommonAttentionMetadata, alive: jax.Array, block_size: int) -> CommonAttentionMetadata:
     """The decode step after any batch: one token for each row with tokens. Rows that ended write nothing.
 
     Unlike `meta.advanced`, rows may end, and the batch may have prompts. T is unchanged: tokens from R on are padding.
     """
     had = meta.query_lens() > 0
-    start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(had, dtype=jnp.int32)])
-    meta = meta.replace(
-        query_start_loc=start, seq_lens=meta.seq_lens + (alive & had), num_actual_tokens=start[-1], logits_indices=None
-    )
+    if meta.max_query_len > 1:
+        start = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(had, dtype=jnp.int32)])
+        meta = meta.replace(query_start_loc=start, num_actual_tokens=start[-1])
+    meta = meta.replace(seq_lens=meta.seq_lens + (alive & had), logits_indices=None)
     return meta.replace(slot_mapping=_decode_slots(meta, alive & had, block_size))
-
-
-def _nothing_sampled(num_rows: int, vocab_size: int) -> Sampled:
-    top = jnp.zeros((MAX_STEPS, num_rows, min(MAX_LOGPROBS, vocab_size)), jnp.float32)
-    return Sampled(
-        tokens=jnp.full(top.shape[:2], NOT_SAMPLED, jnp.int32),
-        logprobs=top[..., 0],
-        top_tokens=top.astype(jnp.int32),
-        top_logprobs=top,
-    )

@@ -108,7 +108,7 @@ class Runner:
     ) -> InFlight:
         """Send the batches of all data ranks to the device. number: of the dispatch, for profiles."""
         sent = self._sender.submit(self._dispatch, packed_batch(batches, self.shapes), number)
-        result = self._reader.submit(_read, sent, any([batch.needs_history_or_logprobs for batch in batches]))
+        result = self._reader.submit(_read, sent, any([batch.needs_logprobs for batch in batches]))
         return InFlight(plan, device_rows, len(batches[0].source), result, sent)
 
     def _dispatch(self, batch: Packed, number: int) -> tuple[Sampled, float]:
@@ -214,9 +214,9 @@ class Runner:
         self._caches = None
 
 
-def _read(sent: Future[tuple[Sampled, float]], needs_history_or_logprobs: bool) -> DispatchResult:
+def _read(sent: Future[tuple[Sampled, float]], needs_logprobs: bool) -> DispatchResult:
     """Wait until the dispatch has finished and copy its results to the host."""
     sampled, sent_at = sent.result()
     tokens = np.asarray(sampled.tokens)
     done_at = time.perf_counter()
-    return DispatchResult(tokens, jax.device_get(sampled) if needs_history_or_logprobs else None, sent_at, done_at)
+    return DispatchResult(tokens, jax.device_get(sampled) if needs_logprobs else None, sent_at, done_at)

@@ -29,6 +29,9 @@ NOISE_SETTINGS = dict(
 )
 """Settings of JAX, its defaults, with which jax.random.gumbel has the noise that the C++ function computes."""
 
+IN_PROMPT = 1 << 30
+"""A token of the prompt, where tokens of the output are counted: one array of R vocab numbers instead of two."""
+
 STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
 
@@ -68,12 +71,32 @@ class Penalties:
 
 @pytree
 class Sampled:
-    """One token for each row, and its log-probability before any rule is applied."""
+    """One token for each row and step, and its log-probability before any rule is applied."""
 
-    tokens: jax.Array  # i32[R]
-    logprobs: jax.Array  # f32[R] log-probability of the token
-    top_tokens: jax.Array  # i32[R MAX_LOGPROBS] the most likely tokens, most likely first
-    top_logprobs: jax.Array  # f32[R MAX_LOGPROBS] their log-probabilities
+    tokens: jax.Array  # i32[S R]
+    logprobs: jax.Array  # f32[S R] log-probability of the token
+    top_tokens: jax.Array  # i32[S R MAX_LOGPROBS] the most likely tokens, most likely first
+    top_logprobs: jax.Array  # f32[S R MAX_LOGPROBS] their log-probabilities
+
+    @classmethod
+    def nothing(cls, num_steps: int, num_rows: int, vocab_size: int, token: int) -> "Sampled":
+        """Before the first step: each token is `token`, and all log-probabilities are 0."""
+        top = jnp.zeros((num_steps, num_rows, min(MAX_LOGPROBS, vocab_size)), jnp.float32)
+        tokens = jnp.full(top.shape[:2], token, jnp.int32)
+        return cls(tokens=tokens, logprobs=top[..., 0], top_tokens=top.astype(jnp.int32), top_logprobs=top)
+
+
+@pytree
+class Needs:
+    """What the rows of a batch need together. It is the same in every step, so it is computed before the first."""
+
+    draws: AnyArray  # bool[] some row is not greedy
+    history: AnyArray  # bool[] some row has penalties
+    logprobs: AnyArray  # bool[] log-probabilities are requested
+
+    def branch(self) -> jax.Array:
+        """i32[]: 0, only the likeliest tokens; 1, draws too; 2, penalties or log-probabilities."""
+        return jnp.where(self.history | self.logprobs, 2, jnp.asarray(self.draws).astype(jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames="map_rows")  # programs with the same number of rows share one trace
@@ -81,50 +104,62 @@ def choose(
     logits: jax.Array,
     rows: SamplingRows,
     penalties: Penalties,
-    sampled: jax.Array,
-    needs_history_or_logprobs: jax.Array,
+    recent: jax.Array,
+    sampled: Sampled,
+    step: jax.Array,
+    needs: Needs,
     map_rows: MapRows | None = None,
-) -> Sampled:
-    """One token for each row, from logits f32[R vocab].
+) -> tuple[jax.Array, Sampled]:
+    """(a token i32[R] for each row, `sampled` with the step's log-probabilities if those are needed), from logits
+    f32[R vocab].
 
-    sampled: i32[S R], the tokens of the rows since `penalties` were made; negative ones are unused.
-    needs_history_or_logprobs: bool[], some row has penalties, or log-probabilities are requested. If it is False, the
-    log-probabilities are not computed and are 0.
+    rows: as they were in step 0. recent: i32[S R], the tokens of the rows between `penalties` and step 0; negative ones
+    are unused. sampled: of the steps before.
     map_rows: if each device has a part of the vocabulary. No operation then gathers the logits: for a draw, and for the
     likeliest tokens, devices exchange them, so that each has some rows.
-    """
-    top = (logits.shape[0], min(MAX_LOGPROBS, logits.shape[1]))
 
-    def without_logprobs(tokens):
-        zeros = jnp.zeros(top, jnp.float32)
-        return Sampled(tokens=tokens, logprobs=zeros[:, 0], top_tokens=zeros.astype(jnp.int32), top_logprobs=zeros)
+    What only some branches need is computed in them: XLA would compute it before the switch, in every step.
+    """
+    of_steps = (sampled.logprobs, sampled.top_tokens, sampled.top_logprobs)
+    greedy = lambda logits: _greedy(logits, map_rows)
+    drawn = lambda logits: _sample_on_devices(
+        logits, dataclasses.replace(rows, position=rows.position + step), map_rows
+    )
+
+    def with_penalties_or_logprobs():
+        history = lambda: penalties.after(recent).after(sampled.tokens)
+        after = jax.lax.cond(needs.history, lambda: penalised(logits, history()), lambda: logits)
+        tokens = jax.lax.cond(needs.draws, drawn, greedy, after)
+
+        def put():
+            told = _logprobs(logits, tokens, sampled.top_tokens.shape[-1], map_rows)
+            put_one = lambda every, one: jax.lax.dynamic_update_index_in_dim(every, one, step, 0)
+            return tuple(map(put_one, of_steps, told))
+
+        return tokens, jax.lax.cond(needs.logprobs, put, lambda: of_steps)
 
     branches = (
-        lambda: without_logprobs(_greedy(logits, map_rows)),
-        lambda: without_logprobs(_sample_on_devices(logits, rows, map_rows)),
-        lambda: _with_logprobs(logits, rows, penalties.after(sampled), top[1], map_rows),
+        lambda: (greedy(logits), of_steps),
+        lambda: (drawn(logits), of_steps),
+        with_penalties_or_logprobs,
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
-    branch = jnp.where(needs_history_or_logprobs, 2, jnp.any(rows.temperature > 0).astype(jnp.int32))
-    return jax.lax.switch(branch, branches)
+    tokens, (logprobs, top_tokens, top_logprobs) = jax.lax.switch(needs.branch(), branches)
+    told = dict(logprobs=logprobs, top_tokens=top_tokens, top_logprobs=top_logprobs)
+    return tokens, dataclasses.replace(sampled, **told)
 
 
-def _with_logprobs(
-    logits: jax.Array, rows: SamplingRows, penalties: Penalties, top: int, map_rows: MapRows | None
-) -> Sampled:
+def _logprobs(
+    logits: jax.Array, tokens: jax.Array, top: int, map_rows: MapRows | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(logprobs, top_tokens, top_logprobs) of one step of Sampled."""
     of_rows = lambda logits, _: likeliest(logits, top)
     values, top_tokens = of_rows(logits, None) if map_rows is None else map_rows(of_rows, logits, ())
-    after = penalised(logits, penalties)
-    tokens = jax.lax.cond(
-        jnp.any(rows.temperature > 0),
-        lambda: _sample_on_devices(after, rows, map_rows),
-        lambda: _greedy(after, map_rows),
-    )
     largest = values[:, :1]
     log_sum = jnp.log(jnp.sum(jnp.exp(logits - largest), axis=-1, keepdims=True))
     logprobs = lambda values: (values - largest) - log_sum
     chosen = logprobs(jnp.take_along_axis(logits, tokens[:, None], axis=-1))[:, 0]
-    return Sampled(tokens=tokens, logprobs=chosen, top_tokens=top_tokens, top_logprobs=logprobs(values))
+    return chosen, top_tokens, logprobs(values)
 
 
 def _usable(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -175,10 +210,10 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
     rows, width = penalties.history.shape
     live = penalties.history >= 0
     is_output = live & (jnp.arange(width)[None] >= penalties.prompt_len[:, None])
-    at = (jnp.arange(rows)[:, None], jnp.where(live, penalties.history, logits.shape[-1]))
-    none = jnp.zeros(logits.shape, jnp.int32)
-    seen = none.at[at].add(1, mode="drop") > 0
-    counts = none.at[at].add(is_output.astype(jnp.int32), mode="drop")
+    where = lambda mask: (jnp.arange(rows)[:, None], jnp.where(mask, penalties.history, logits.shape[-1]))
+    marks = jnp.zeros(logits.shape, jnp.int32).at[where(live & ~is_output)].max(IN_PROMPT, mode="drop")
+    marks = marks.at[where(is_output)].add(1, mode="drop")
+    seen, counts = marks > 0, marks & (IN_PROMPT - 1)
     factor = penalties.repetition[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
     logits = logits - penalties.frequency[:, None] * counts
@@ -215,21 +250,29 @@ def _sample_by_library(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -
 
 
 def _sample_by_xla(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
-    # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
-    temperature = _temperature(rows, greedy=1.0)
-    scaled = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature[:, None]
-    below = scaled < jnp.log(rows.min_p)[:, None]
-    scaled = jnp.where(below, -jnp.inf, scaled)
-    restricted = jnp.any((rows.top_k > 0) | (rows.top_p < 1))
-    scaled = jax.lax.cond(restricted, lambda: _restrict(scaled, rows), lambda: scaled)
+    """Scaled logits are computed twice, for the floor and for the draw: an array of R vocab numbers that only a batch
+    with top_k or top_p writes, and none reads back."""
+    largest, temperature = jnp.max(logits, axis=-1, keepdims=True), _temperature(rows, greedy=1.0)
+
+    def scaled_logits() -> jax.Array:
+        # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
+        scaled = (logits - largest) / temperature[:, None]
+        return jnp.where(scaled < jnp.log(rows.min_p)[:, None], -jnp.inf, scaled)
+
+    floor = jax.lax.cond(
+        jnp.any((rows.top_k > 0) | (rows.top_p < 1)),
+        lambda: sampling_floor(scaled_logits(), rows.top_k, rows.top_p),
+        lambda: jnp.zeros(len(logits), jnp.uint32),
+    )
+    scaled = scaled_logits()
+    scaled = jnp.where(_is_kept(scaled, floor), scaled, -jnp.inf)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     return _usable(logits, jnp.where(rows.temperature > 0, _first_largest(scaled + noise), _first_largest(logits)))
 
 
-def _restrict(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
-    """-inf for all tokens below the sampling_floor. scaled: the logits minus their maximum."""
-    floor = sampling_floor(scaled, rows.top_k, rows.top_p)
-    return jnp.where(ordered_bits(scaled) >= floor[:, None], scaled, -jnp.inf)
+def _is_kept(scaled: jax.Array, floor: jax.Array) -> jax.Array:
+    """bool[R vocab]: is a token at or above the sampling_floor u32[R]?"""
+    return ordered_bits(scaled) >= floor[:, None]
 
 
 def _row_key(seed: AnyArray, position: AnyArray) -> jax.Array:

@@ -54,6 +54,7 @@ class CommonAttentionMetadata:
     max_seq_len: int = static()  # upper bound of seq_lens; rounded up
     is_causal: bool = static(default=True)  # no query sees a key at a later position
     is_all_new: bool = static(default=False)  # packed keys, and query_lens == seq_lens. False: unknown
+    token_is_row: bool = static(default=False)  # T == R, and new token t is request t's only one. False: unknown
     block_size: int | None = static(default=None)  # tokens of a block of block_table; None: unknown and not checked
 
     @classmethod
@@ -251,6 +252,8 @@ class CommonAttentionMetadata:
     def token_to_req(self) -> jax.Array:
         """i32[T] the request of each token; that of a padding token is the last one."""
         tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
+        if self.token_is_row:
+            return jnp.where(self.token_is_live(), tokens, self.max_num_reqs - 1)
         req = jnp.searchsorted(jnp.asarray(self.query_start_loc)[1:], tokens, side="right", method="scan_unrolled")
         return jnp.clip(req, 0, max(self.max_num_reqs - 1, 0)).astype(jnp.int32)
 
@@ -262,6 +265,8 @@ class CommonAttentionMetadata:
         """i32[T] the position of each token in its request: the new tokens are the last ones. 0 for padding tokens."""
         if not self.max_num_reqs:
             return jnp.zeros(self.num_tokens, jnp.int32)
+        if self.token_is_row:
+            return jnp.where(self.token_is_live(), jnp.asarray(self.seq_lens) - 1, 0)
         req = self.token_to_req()
         start = jnp.asarray(self.query_start_loc)[:-1]
         first = self.num_computed_tokens() - start
@@ -284,6 +289,8 @@ class CommonAttentionMetadata:
             changes["causal_per_request"] = None if is_one_bool else _CAUSAL("causal", causal)
         if changes.keys() & {"query_start_loc", "seq_lens", "block_table"}:
             changes = dict(is_all_new=False) | changes
+        if "query_start_loc" in changes:
+            changes = dict(token_is_row=False) | changes
         if "block_table" in changes:
             changes = dict(common_prefix_len=None) | changes
         if unknown := changes.keys() - self.__dataclass_fields__.keys():

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from jattn.engine.dispatch import MAX_STEPS
 from tests.bite.test_experts import (
     test_every_token_gets_what_its_own_experts_give,
     test_parts_of_the_experts_add_up_to_all,
@@ -52,16 +51,8 @@ def whole_prompt(original):
 
 
 def restricted(change):
-    """`_restrict` keeps other tokens: change(kept bool[R V], logits [R V])."""
-
-    def make(original):
-        def mutant(scaled, *more):
-            kept = original(scaled, *more)
-            return jnp.where(change(jnp.isfinite(kept), scaled), scaled, -jnp.inf)
-
-        return mutant
-
-    return make
+    """`_is_kept` keeps other tokens: change(kept bool[R V], logits [R V])."""
+    return lambda original: lambda scaled, floor: change(original(scaled, floor), scaled)
 
 
 def one_fewer(kept, scaled):
@@ -79,15 +70,9 @@ def one_more(kept, scaled):
 def at_one_position(original):
     """Every draw of a burst with the key of its first step."""
 
-    def mutant(logits, rows, penalties, sampled, *more):
-        step = jnp.sum(sampled[-MAX_STEPS:, 0] != -2)
-        return original(
-            logits,
-            dataclasses.replace(rows, position=rows.position - step),
-            penalties,
-            sampled,
-            *more,
-        )
+    def mutant(logits, rows, penalties, recent, sampled, step, *more):
+        back = dataclasses.replace(rows, position=rows.position - step)
+        return original(logits, back, penalties, recent, sampled, step, *more)
 
     return mutant
 
@@ -148,12 +133,12 @@ MUTANTS = {
         (laws.test_penalties_are_applied_to_the_generated_tokens,),
     ),
     "a cut keeps one token fewer": Mutant(
-        "jattn.engine.sampling._restrict",
+        "jattn.engine.sampling._is_kept",
         restricted(one_fewer),
         (sampling.test_r47_without_the_library_a_cut_keeps_the_same,),
     ),
     "a cut keeps one token more": Mutant(
-        "jattn.engine.sampling._restrict",
+        "jattn.engine.sampling._is_kept",
         restricted(one_more),
         (sampling.test_r47_without_the_library_a_cut_keeps_the_same,),
     ),

@@ -3,9 +3,8 @@
 import numpy as np
 
 from jattn.engine import Engine, SamplingParams
-from jattn.engine.sampling import choose
 from tests.engine import fake
-from tests.engine.rows import penalties_of, sampling_rows
+from tests.engine.rows import choose_once, penalties_of, sampling_rows
 
 PLAIN = fake.FakeConfig()
 WINDOW = fake.FakeConfig(cache_groups=(fake.Group((0,), sliding_window=5),))
@@ -108,5 +107,5 @@ def test_the_draw_of_a_token_is_that_of_its_position():
     (tokens,) = said(engine(), A, **drawn)
     logits = np.stack([fake.next_logits(PLAIN, A + tokens[:i]) for i in range(12)])
     rows = sampling_rows([SamplingParams(**drawn)] * 12, [5] * 12, range(12), [1] * 12, [()] * 12, 12)
-    wanted = choose(logits, rows, penalties_of([], [], [], 12, 4), np.full((1, 12), -2, np.int32), False).tokens
+    wanted = choose_once(logits, rows, penalties_of([], [], [], 12, 4), np.full((1, 12), -2, np.int32), False).tokens
     assert tokens == np.asarray(wanted).tolist()

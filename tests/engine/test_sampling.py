@@ -1,6 +1,7 @@
 """Sampling compared with a few lines of numpy; and the errors of its parameters."""
 
 import dataclasses
+import functools
 import pickle
 import re
 
@@ -10,8 +11,8 @@ import pytest
 
 from jattn.engine import SamplingParams
 from jattn.engine.params import SamplingParamsError
-from jattn.engine.sampling import BAD_TOKEN, choose, penalised
-from tests.engine.rows import penalties_of, sampling_rows
+from jattn.engine.sampling import BAD_TOKEN, Needs, Sampled, choose, penalised
+from tests.engine.rows import choose_once, penalties_of, sampling_rows
 
 R, V, DRAWS = 4, 13, 4000
 LOGITS = np.random.default_rng(0).normal(size=(R, V)).astype(np.float32) * 2
@@ -29,7 +30,9 @@ NOTHING_SAID = np.full((2, R), -2, np.int32)
 def draws(logits, rows):
     """i32[DRAWS R], one row for each position."""
     at = lambda i: (
-        choose(logits, dataclasses.replace(rows, position=rows.position + i), NO_PENALTIES, NOTHING_SAID, False).tokens
+        choose_once(
+            logits, dataclasses.replace(rows, position=rows.position + i), NO_PENALTIES, NOTHING_SAID, False
+        ).tokens
     )
     return jax.lax.map(at, np.arange(DRAWS))
 
@@ -85,14 +88,14 @@ def test_of_equal_logits_the_first_token_is_greedy():
     logits[1, 4:7], logits[2, [3, V - 1]], logits[3, 2:] = 1.5, 2.5, -np.inf
     rows = rows_of([SamplingParams(temperature=0)] * R)
     for logprobs in (False, True):
-        assert choose(logits, rows, NO_PENALTIES, NOTHING_SAID, logprobs).tokens.tolist() == [0, 4, 3, 0]
+        assert choose_once(logits, rows, NO_PENALTIES, NOTHING_SAID, logprobs).tokens.tolist() == [0, 4, 3, 0]
 
 
 def test_on_a_cpu_no_argmax_over_the_vocabulary_is_compiled():
     """XLA:CPU makes of an argmax a loop of single numbers, in which it also computes the noise."""
     args = LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, np.bool_(False)
     with jax.default_device(jax.devices("cpu")[0]):
-        text = jax.jit(choose).lower(*args).compile().as_text()
+        text = jax.jit(choose_once).lower(*args).compile().as_text()
     reductions = re.findall(r"= (\S+|\([^)]*\)) reduce\(", text)
     assert reductions and not [result for result in reductions if result.startswith("(")]
 
@@ -107,7 +110,8 @@ def test_no_nan_is_lost_in_programs_compiled_as_those_of_users():
     options = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
     for params in (SamplingParams(temperature=0), SamplingParams(temperature=1.0)):
         chosen = sampling_rows([params] * rows, [1] * rows, [0] * rows, [1] * rows, [()] * rows, rows)
-        lowered = jax.jit(choose.__wrapped__).lower(logits, chosen, penalties, before, np.bool_(False))
+        once = functools.partial(choose_once, choose=choose.__wrapped__)
+        lowered = jax.jit(once).lower(logits, chosen, penalties, before, np.bool_(False))
         program = lowered.compile(options)
         for logprobs in (False, True):
             tokens = np.asarray(program(logits, chosen, penalties, before, np.bool_(logprobs)).tokens)
@@ -139,12 +143,47 @@ def test_penalties_are_the_definition():
 
 
 def test_log_probabilities_are_those_before_every_rule():
-    told = choose(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, True)
+    told = choose_once(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, True)
     want = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(told.logprobs, want[np.arange(R), told.tokens], rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(told.top_tokens, np.argsort(-LOGITS, axis=1, kind="stable"))
-    untold = choose(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, False)
+    untold = choose_once(LOGITS, rows_of(PARAMS), NO_PENALTIES, NOTHING_SAID, False)
     np.testing.assert_array_equal(untold.tokens, told.tokens)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_penalties_and_log_probabilities_are_computed_where_they_are_needed(temperature):
+    """Each by itself gives what both together give, and without log-probabilities none is written."""
+    params = [SamplingParams(temperature=temperature, repetition_penalty=5.0, presence_penalty=2.0)] * R
+    rows, histories = rows_of(params), [[0, *tokens] for tokens in np.argsort(-LOGITS, axis=1)[:, :5].tolist()]
+    penalties, said = penalties_of(params, histories, [1] * R, R, 8), np.full((1, R), 3, np.int32)
+    once = lambda logits, history, logprobs: choose_once(logits, rows, penalties, said, logprobs, history)
+    both, only_history, only_logprobs = once(LOGITS, True, True), once(LOGITS, True, False), once(LOGITS, False, True)
+    np.testing.assert_array_equal(only_history.tokens, both.tokens)
+    after = once(np.asarray(penalised(LOGITS, penalties.after(said))), False, False)
+    np.testing.assert_array_equal(both.tokens, after.tokens)
+    np.testing.assert_array_equal(only_logprobs.tokens, once(LOGITS, False, False).tokens)
+    assert (both.tokens != only_logprobs.tokens).any(), "the penalties tell nothing apart"
+    for name in ("top_tokens", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(only_logprobs, name), getattr(both, name))
+        assert not getattr(only_history, name).any()
+
+
+def test_a_step_writes_its_own_log_probabilities_only():
+    """Those of other steps stay, and penalties count the tokens of the steps before."""
+    rows, nothing = rows_of(PARAMS), Sampled.nothing(3, R, V, -2)
+    before = dataclasses.replace(nothing, logprobs=nothing.logprobs + 7, tokens=nothing.tokens.at[0].set(5))
+    params = [SamplingParams(frequency_penalty=1.0)] * R
+    penalties, none = penalties_of(params, [[], [], [], []], [0] * R, R, 4), NOTHING_SAID
+    needs = Needs(draws=np.bool_(True), history=np.bool_(True), logprobs=np.bool_(True))
+    tokens, after = choose(LOGITS, rows, penalties, none, before, np.int32(1), needs)
+    want = LOGITS - np.log(np.exp(LOGITS.astype(np.float64)).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(after.logprobs[1], want[np.arange(R), tokens], rtol=1e-5, atol=1e-5)
+    assert (after.logprobs[np.array([0, 2])] == 7).all() and not after.top_logprobs[np.array([0, 2])].any()
+    np.testing.assert_array_equal(after.tokens, before.tokens)
+    lowered = LOGITS - (np.arange(V) == 5)
+    position = dataclasses.replace(rows, position=rows.position + 1)
+    np.testing.assert_array_equal(tokens, choose_once(lowered, position, penalties, none, False).tokens)
 
 
 def test_an_error_says_in_data_which_fields_are_wrong():

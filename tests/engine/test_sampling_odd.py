@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jattn import models
 from jattn.engine import SamplingParams, likeliest, sampling
 from jattn.engine.params import MAX_LOGPROBS
-from jattn.engine.sampling import BAD_TOKEN, choose
+from jattn.engine.sampling import BAD_TOKEN
 from pallas_kernels.cpu.native import library
-from tests.engine.rows import penalties_of, sampling_rows
+from tests.engine.rows import choose_once, penalties_of, sampling_rows
 from tests.kernels.cpu.native_setup import needs_library
 
 ALMOST_1 = float(np.nextafter(np.float32(1), np.float32(0)))
@@ -31,7 +31,7 @@ SLACK = 1e-4
 
 def chosen(logits, rows):
     penalties = penalties_of([], [], [], len(logits), 4)
-    return choose(logits, rows, penalties, np.full((1, len(logits)), -2, np.int32), False).tokens
+    return choose_once(logits, rows, penalties, np.full((1, len(logits)), -2, np.int32), False).tokens
 
 
 def by_xla(logits, rows):
@@ -278,7 +278,7 @@ def test_each_device_draws_some_rows_of_a_distributed_vocabulary(num_rows):
     sampled = np.full((1, num_rows), -1, np.int32)
     arguments = rows, penalties_of([], [], [], num_rows, 4), sampled, np.bool_(False)
     placed = jax.device_put(logits, NamedSharding(mesh.mesh, PartitionSpec(None, mesh.axes)))
-    compiled = jax.jit(lambda *args: choose(*args, mesh.map_rows)).lower(placed, *arguments).compile()
+    compiled = jax.jit(lambda *args: choose_once(*args, map_rows=mesh.map_rows)).lower(placed, *arguments).compile()
     text = compiled.as_text()
     assert "jattn_cpu_draw" in text and "all-to-all" in text
     shapes = [
@@ -286,7 +286,7 @@ def test_each_device_draws_some_rows_of_a_distributed_vocabulary(num_rows):
     ]
     sizes = [np.prod([int(n) for n in shape.split(",") if n]) for shape in shapes]
     assert sizes and max(sizes) <= MAX_LOGPROBS * (num_rows + 1), "the likeliest tokens of each row, not its logits"
-    alone = jax.jit(lambda *args: choose(*args)).lower(logits, *arguments).compile()
+    alone = jax.jit(lambda *args: choose_once(*args)).lower(logits, *arguments).compile()
     assert compiled(placed, *arguments).tokens.tolist() == alone(logits, *arguments).tokens.tolist()
 
 
@@ -294,7 +294,7 @@ def test_each_device_draws_some_rows_of_a_distributed_vocabulary(num_rows):
 def test_exported_for_another_platform_a_draw_has_no_call_of_the_cpu(platform):
     rows = sampling_rows([SamplingParams(top_p=0.9)], [1], [0], [1], [()], 1)
     arguments = np.zeros((1, 64), np.float32), rows, penalties_of([], [], [], 1, 4), np.zeros((1, 1), np.int32)
-    exported = jax.export.export(jax.jit(choose), platforms=[platform])(*arguments, np.bool_(False))
+    exported = jax.export.export(jax.jit(choose_once), platforms=[platform])(*arguments, np.bool_(False))
     assert "jattn_cpu" not in exported.mlir_module()
 
 
@@ -304,5 +304,5 @@ def test_a_restricted_draw_is_the_same_without_jit():
     rows = sampling_rows([params] * 4, [1, 2, 3, 4], [0] * 4, [1] * 4, [()] * 4, 4)
     arguments = logits, rows, penalties_of([], [], [], 4, 4), jnp.full((1, 4), -1), jnp.bool_(False)
     with jax.disable_jit():
-        plain = choose(*arguments).tokens
-    assert plain.tolist() == jax.jit(choose)(*arguments).tokens.tolist()
+        plain = choose_once(*arguments).tokens
+    assert plain.tolist() == jax.jit(choose_once)(*arguments).tokens.tolist()

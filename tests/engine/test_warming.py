@@ -90,13 +90,13 @@ def test_equal_layers_are_traced_once_a_program_and_sampling_once_a_number_of_ro
             function.clear_cache()
     counted(decoder, "project_and_attend")
     counted(decoder, "finish_layer")
-    counted(sampling, "_with_logprobs")
+    counted(sampling, "_logprobs")
     counted(sampling, "_sample")
     served = engine(dataclasses.replace(CONFIG, eos_token_ids=(1,)))  # no other test has traced this model
     programs, rows = served.warmup(), {shape.num_rows for shape in served.shapes.all()}
     assert len(rows) < programs
     assert counted.calls == dict(
-        project_and_attend=programs, finish_layer=programs, _with_logprobs=len(rows), _sample=len(rows)
+        project_and_attend=programs, finish_layer=programs, _logprobs=len(rows), _sample=len(rows)
     )
 
 

@@ -7,10 +7,9 @@ import pytest
 
 from jattn.engine import SamplingParams, warming, xla_options
 from jattn.engine.dispatch import dispatch
-from jattn.engine.sampling import choose
 from jattn.engine.xla_options import PlatformJit, options_of
 from tests.engine import test_mesh as on_mesh
-from tests.engine.rows import penalties_of, sampling_rows
+from tests.engine.rows import choose_once, penalties_of, sampling_rows
 
 
 @pytest.fixture
@@ -102,7 +101,7 @@ def test_no_loop_of_sampling_slices_an_array():
         jnp.zeros((2, 50)), sampling_rows(params, [1, 2], [0, 0], [9, 9], [(), ()], 2),
         penalties_of(params, [[1], [2]], [1, 1], 2, 8), jnp.zeros((4, 2), jnp.int32), np.bool_(True),
     )  # fmt: skip
-    assert slices_by_a_loop(choose, *args) == []
+    assert slices_by_a_loop(choose_once, *args) == []
 
 
 @pytest.mark.parametrize(

@@ -242,3 +242,16 @@ def test_final_lengths_go_wherever_their_requests_go():
     for bad, words in (([40, 8], r"final_seq_lens\[1\]=8 is less than seq_lens\[1\]=9"), ([40], "one of each")):
         with pytest.raises(ValueError, match=words):
             CommonAttentionMetadata.from_lengths([1, 3], [5, 9], meta.block_table, BLOCK, final_seq_lens=bad)
+
+
+@pytest.mark.parametrize("live", [0, 1, 3, 5])
+def test_of_rows_with_a_token_each_positions_need_no_search(live):
+    """token_is_row says what query_start_loc would show; the searched and the direct answers are equal."""
+    lens, table = [4, 1, 9, 2, 7][:live], np.arange(15).reshape(5, 3)[:live]
+    searched = CommonAttentionMetadata.from_lengths([1] * live, lens, table, 4, num_tokens=5, num_reqs=5, max_blocks=3)
+    direct = searched.replace(token_is_row=True)
+    for name in ("token_to_req", "positions"):
+        np.testing.assert_array_equal(getattr(direct, name)(), getattr(searched, name)())
+    assert direct.advanced(4).token_is_row and not direct.padded(6, 5).token_is_row
+    np.testing.assert_array_equal(direct.advanced(4).positions(), searched.advanced(4).positions())
+    np.testing.assert_array_equal(direct.padded(6, 5).positions(), searched.padded(6, 5).positions())

@@ -1,12 +1,11 @@
 """Random configs of every family in options.TABLE agree with transformers, in prefill, chunks, decoding and serving."""
 
-import jax
 import numpy as np
 import pytest
 
 from jattn import models
 from jattn.engine import Engine, SamplingParams, dispatch
-from jattn.engine.sampling import Sampled
+from tests.engine.rows import likeliest
 from tests.models import options
 from tests.models.serving import Server
 from tests.models.witness import logits, saved
@@ -54,10 +53,3 @@ def test_the_engines_greedy_tokens_are_theirs(folder, monkeypatch):
         rows = logits(theirs, np.array([*prompt, *output.token_ids]))[len(prompt) - 1 : -1]
         told = rows[np.arange(len(rows)), list(output.token_ids)]
         assert len(told) == GREEDY.max_tokens and (rows.max(axis=1) - told).max() <= 1e-4 * rows.std()
-
-
-def likeliest(logits, rows, penalties, said, needs_history_or_logprobs, distribute=None):
-    """The most likely token. The full sampler is tested in tests/engine; it compiles longer than a model."""
-    told = jax.nn.log_softmax(logits, axis=-1)
-    top, tokens = jax.lax.top_k(told, 20)
-    return Sampled(tokens=tokens[:, 0], logprobs=top[:, 0], top_tokens=tokens, top_logprobs=top)

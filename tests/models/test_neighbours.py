@@ -8,7 +8,7 @@ import pytest
 import jattn
 from jattn import models
 from jattn.engine import Engine, SamplingParams, dispatch
-from jattn.engine.sampling import Sampled
+from tests.engine.rows import likeliest
 from tests.models import examples
 from tests.models.examples import TRAINED
 
@@ -29,15 +29,9 @@ TOLD = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logprobs=1)
 
 
 @pytest.fixture(autouse=True)
-def likeliest(monkeypatch):
+def quick_sampling(monkeypatch):
     """Choose the most likely token. The full sampler is tested in tests/engine; it compiles longer than a model."""
-
-    def choose(logits, rows, penalties, said, needs_history_or_logprobs, distribute=None):
-        told = jax.nn.log_softmax(logits, axis=-1)
-        top, tokens = jax.lax.top_k(told, 20)
-        return Sampled(tokens=tokens[:, 0], logprobs=top[:, 0], top_tokens=tokens, top_logprobs=top)
-
-    monkeypatch.setattr(dispatch, "choose", choose)
+    monkeypatch.setattr(dispatch, "choose", likeliest)
 
 
 def logprobs_of(output) -> np.ndarray:
