@@ -37,7 +37,9 @@ from jattn.device import Chip
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu.config_sm80 import CHIPS, WarpKernelConfig
+from pallas_kernels.gpu.draw_sm80 import draw
 from pallas_kernels.gpu.expert_choice_sm80 import ChoiceConfig, choose_experts
+from pallas_kernels.gpu.logit_row_sm80 import Scaling
 from pallas_kernels.gpu.paged_attention_sm90 import ragged_paged_attention
 from pallas_kernels.gpu.rotate_write_sm90 import RotateWrite, rotate_and_write
 from pallas_kernels.gpu.sampling_floor_sm80 import sampling_floor
@@ -119,7 +121,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 OTHERS = (
-    "write_kv_pages", "write_kv_pages_e4m3", "write_kv_pages_int8_tokens", "rotate_and_write", "sampling_floor",
+    "write_kv_pages", "write_kv_pages_e4m3", "write_kv_pages_int8_tokens", "rotate_and_write", "sampling_floor", "draw",
     *CHOICES,
 )  # fmt: skip
 CASES = (*SHAPES, *OTHERS)
@@ -284,7 +286,15 @@ def write_8_bits(chip: str, **fields):
 def floor_of_samples():
     """(the floor of top_k and top_p, the shapes of its arguments)."""
     shapes = ((64, 128256), jnp.float32), ((64,), jnp.int32), ((64,), jnp.float32)
-    return lambda *args: sampling_floor(*args), tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+    step = lambda logits, *cuts: sampling_floor(logits, Scaling.none(64), *cuts)
+    return step, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
+
+
+def drawn_tokens():
+    """(the draw of tokens, the shapes of its arguments)."""
+    shapes = ((64, 128256), jnp.float32), ((64,), jnp.uint32), ((64, 2), jnp.uint32)
+    step = lambda logits, *more: draw(logits, Scaling.none(64), *more)
+    return step, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
 
 
 def choice_of_experts(**fields):
@@ -303,6 +313,8 @@ def other(chip: str, case: str):
         return choice_of_experts(**CHOICES[case])
     if case == "sampling_floor":
         return floor_of_samples()
+    if case == "draw":
+        return drawn_tokens()
     if case == "write_kv_pages_e4m3":
         return write_8_bits(chip, dtype="float8_e4m3fn", quant="per_tensor")
     if case == "write_kv_pages_int8_tokens":
@@ -365,7 +377,7 @@ def measure(chip: str, case: str) -> list[dict[str, Any]]:
         assert not supports(config), supports(config)
         found = compiled(chip, *attention(config))
         tiles = dict(stages=config.stages, tile_halves=config.tile_halves, smem=config.smem_bytes)
-    names = "write_kv_pages", "rotate_and_write", "sampling_floor", "choose_experts"
+    names = "write_kv_pages", "rotate_and_write", "sampling_floor", "draw", "choose_experts"
     own = next((name for name in names if case.startswith(name)), None)
     own, rows = own or ragged_paged_attention.__name__, []
     for compiler, kernels in found.items():

@@ -51,6 +51,7 @@ from benchmarks.gpu import (
     variants,
     write,
 )
+from jattn.engine import SamplingParams
 from jattn.nn import layer_tail as tail_op
 from jattn.ops import many_rows, product
 
@@ -155,6 +156,8 @@ def variants_by_name() -> dict[str, Callable[[], dict]]:
     for vocab, top_k, top_p in ((40000, 20, 0.8), (40001, 0, 0.9), (40000, 0, 0.999), (40000, 9000, 1.0)):
         problem, name = sampling.Problem(3, vocab), f"sampling_floor {top_k} {top_p}"
         found[name] = functools.partial(sampling.measure_floor, problem, top_k, top_p, timed=False)
+        params = SamplingParams(top_k=top_k, top_p=top_p, min_p=0.001)
+        found[f"draw {top_k} {top_p}"] = functools.partial(sampling.measure_choice, problem, params, timed=False)
     small = 1024, 1024, 2048, (1024, 256, 256)
     found["layer_tail"] = functools.partial(tail, small, in_pairs=False)
     found["tail_norms_after"] = functools.partial(tail, small, in_pairs=False, formula=layer_tail.NORMS_AFTER)

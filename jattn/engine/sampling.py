@@ -14,9 +14,12 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.engine.likeliest import likeliest
 from jattn.engine.params import MAX_LOGPROBS
-from jattn.engine.sampling_floor import ordered_bits, sampling_floor
+from jattn.engine.sampling_floor import has_kernel, ordered_bits, sampling_floor
 from jattn.types import AnyArray, pytree
 from pallas_kernels.cpu.native import library, ops
+from pallas_kernels.gpu import draw_sm80 as gpu_draw
+from pallas_kernels.gpu import sampling_floor_sm80 as gpu_floor
+from pallas_kernels.gpu.logit_row_sm80 import Scaling
 
 BAD_TOKEN = -1
 """The token of a row whose logits have a NaN or +inf, or no finite number. The row ends; the others continue."""
@@ -27,7 +30,8 @@ MIN_TEMPERATURE = 1e-30
 NOISE_SETTINGS = dict(
     jax_default_prng_impl="threefry2x32", jax_threefry_partitionable=True, jax_high_dynamic_range_gumbel=False
 )
-"""Settings of JAX, its defaults, with which jax.random.gumbel has the noise that the C++ function computes."""
+"""Settings of JAX, its defaults, with which jax.random.gumbel has the noise that the C++ function and the GPU's kernel
+compute."""
 
 IN_PROMPT = 1 << 30
 """A token of the prompt, where tokens of the output are counted: one array of R vocab numbers instead of two."""
@@ -221,17 +225,23 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 
 
 def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
-    """i32[R] a token drawn for each row; for a greedy row the likeliest; or BAD_TOKEN."""
-    keys = jax.vmap(_row_key)(rows.seed, rows.position)
-    if not _has_native_draw():
-        return _sample_by_xla(logits, rows, keys)
-    # The same tokens, but of two sums that differ by the rounding of a logarithm either may be the largest.
-    return jax.lax.platform_dependent(logits, rows, keys, cpu=_sample_by_library, default=_sample_by_xla)
+    """i32[R] a token drawn for each row; for a greedy row the likeliest; or BAD_TOKEN.
+
+    The same tokens in each way, but of two sums that differ by the rounding of a logarithm either may be the largest.
+    """
+    args = logits, rows, jax.vmap(_row_key)(rows.seed, rows.position)
+    if not _has_jax_noise():
+        return _sample_by_xla(*args)
+    if _has_library():
+        return jax.lax.platform_dependent(*args, cpu=_sample_by_library, default=_sample_by_xla)
+    if has_kernel():
+        return jax.lax.platform_dependent(*args, cuda=_sample_by_launches, default=_sample_by_xla)
+    return _sample_by_xla(*args)
 
 
-def _has_native_draw() -> bool:
-    """Whether the C++ function serves the default device, and computes JAX's noise."""
-    return all(getattr(jax.config, name) == value for name, value in NOISE_SETTINGS.items()) and _has_library()
+def _has_jax_noise() -> bool:
+    """Whether the C++ function and the GPU's kernel compute JAX's noise."""
+    return all(getattr(jax.config, name) == value for name, value in NOISE_SETTINGS.items())
 
 
 def _has_library() -> bool:
@@ -249,25 +259,34 @@ def _sample_by_library(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -
     return ops.draw(logits, *rules, jax.random.key_data(keys))[0]
 
 
+def _sample_by_launches(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
+    scaling = _scaling(logits, rows)
+    floor = gpu_floor.sampling_floor(logits, scaling, rows.top_k, rows.top_p)
+    drawn = gpu_draw.draw(logits, scaling, floor, jax.random.key_data(keys))
+    return _usable(logits, jnp.where(rows.temperature > 0, drawn, _first_largest(logits)))
+
+
 def _sample_by_xla(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
     """Scaled logits are computed twice, for the floor and for the draw: an array of R vocab numbers that only a batch
     with top_k or top_p writes, and none reads back."""
-    largest, temperature = jnp.max(logits, axis=-1, keepdims=True), _temperature(rows, greedy=1.0)
-
-    def scaled_logits() -> jax.Array:
-        # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
-        scaled = (logits - largest) / temperature[:, None]
-        return jnp.where(scaled < jnp.log(rows.min_p)[:, None], -jnp.inf, scaled)
-
+    scaling = _scaling(logits, rows)
     floor = jax.lax.cond(
         jnp.any((rows.top_k > 0) | (rows.top_p < 1)),
-        lambda: sampling_floor(scaled_logits(), rows.top_k, rows.top_p),
+        lambda: sampling_floor(scaling.scaled(logits), rows.top_k, rows.top_p),
         lambda: jnp.zeros(len(logits), jnp.uint32),
     )
-    scaled = scaled_logits()
+    scaled = scaling.scaled(logits)
     scaled = jnp.where(_is_kept(scaled, floor), scaled, -jnp.inf)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], jnp.float32))(keys)
     return _usable(logits, jnp.where(rows.temperature > 0, _first_largest(scaled + noise), _first_largest(logits)))
+
+
+def _scaling(logits: jax.Array, rows: SamplingRows) -> Scaling:
+    return Scaling(
+        largest=jnp.max(logits, axis=-1),
+        temperature=_temperature(rows, greedy=1.0),
+        least=jnp.log(jnp.asarray(rows.min_p)),
+    )
 
 
 def _is_kept(scaled: jax.Array, floor: jax.Array) -> jax.Array:

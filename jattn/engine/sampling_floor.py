@@ -10,6 +10,7 @@ from jattn.backends.gpu_kernel import WARPS_SINCE
 from jattn.types import AnyArray
 from pallas_kernels.gpu import sampling_floor_sm80 as gpu
 from pallas_kernels.gpu.config_sm80 import CHIPS
+from pallas_kernels.gpu.logit_row_sm80 import Scaling
 
 
 def sampling_floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.Array:
@@ -18,12 +19,14 @@ def sampling_floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.A
     Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
     scaled: f32[R vocab], the logits minus the maximum of their row. A row's floor depends on that row only.
     """
-    if _has_kernel():
-        return jax.lax.platform_dependent(scaled, top_k, top_p, cuda=gpu.sampling_floor, default=by_bisection)
-    return by_bisection(scaled, top_k, top_p)
+    if not has_kernel():
+        return by_bisection(scaled, top_k, top_p)
+    by_launch = lambda scaled, *cuts: gpu.sampling_floor(scaled, Scaling.none(len(scaled)), *cuts)
+    return jax.lax.platform_dependent(scaled, top_k, top_p, cuda=by_launch, default=by_bisection)
 
 
-def _has_kernel() -> bool:
+def has_kernel() -> bool:
+    """Has the default device the GPU's kernels for choosing tokens?"""
     generation = device.detect().generation
     return generation == "sm_90" or (generation in CHIPS and jax.__version_info__ >= WARPS_SINCE)
 

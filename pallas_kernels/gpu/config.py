@@ -55,7 +55,8 @@ class GpuKernelConfig:
     q_buffers: int = 2  # 2: the memory warpgroup loads the next piece's queries; 1: see loads_queries
     num_ctas: int = 132  # one on each SM of an H100 or H200
     heads_together: int = 0  # kv heads whose pages are read at the same time; 0: ranked_list.py decides
-    short_weight: int = 4  # cost of one key block of a tile of at most WARPGROUP_ROWS rows ...
+    narrow_weight: int = 4  # cost of one key block of a tile of at most narrow_rows rows ...
+    short_weight: int = 4  # ... of another of at most WARPGROUP_ROWS rows ...
     long_weight: int = 9  # ... and of a longer tile
     unit_cost: int = 11  # of a ranked list: what a unit costs besides its blocks; 11 is about 2 us
     min_split: int = 1  # key blocks: a split leaves at least this many on either side

@@ -87,8 +87,16 @@ def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ra
     held = None if rank is None else (rank, jnp.where(q_len > 0, jnp.append(local_lens, 0)[req], 0))
     tile_req = jnp.minimum(req, num_reqs - 1)
     info = info_columns(config, starts[req], row0, nrows, tile_req, q_len, seq, tile_causal, held, ranges)
-    weight = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
-    return jnp.stack(info, axis=1), jnp.where(nrows > 0, info[NBLK] * weight + config.unit_cost, 0)
+    cost = info[NBLK] * _weights(nrows, config) + config.unit_cost
+    return jnp.stack(info, axis=1), jnp.where(nrows > 0, cost, 0)
+
+
+def _weights(nrows, config):
+    """What a block costs of tiles with so many rows."""
+    of_short = config.short_weight
+    if config.narrow_rows:
+        of_short = jnp.where(nrows <= config.narrow_rows, config.narrow_weight, config.short_weight)
+    return jnp.where(nrows <= SHORT_ROWS, of_short, config.long_weight)
 
 
 def _assign(info, cost, config) -> GpuWorkList:
@@ -220,7 +228,7 @@ def _snap(unit, inside, info, config):
 
     What is at a unit's start stays there: the waves end at one, and the line begins at it.
     """
-    weight = jnp.where(info[:, NROWS] <= SHORT_ROWS, config.short_weight, config.long_weight)
+    weight = _weights(info[:, NROWS], config)
     block = (jnp.maximum(inside - config.unit_cost // 2, 0) + weight // 2) // weight
     up = (block > 0) & (info[:, NBLK] - block < config.min_split)
     return jnp.where(up, unit + 1, unit), jnp.where(up | (block < config.min_split), 0, block)

@@ -24,10 +24,10 @@ from jax import lax
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 
-from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import words_sm80 as words
+from pallas_kernels.gpu.logit_row_sm80 import LOAD_ONE, LogitRow, Scaling, greater
 
 WARPGROUPS = 4
 WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
@@ -39,25 +39,19 @@ MOST_CANDIDATES = WARPS * LISTED // 2  # of all lists: warps do not have equally
 _BINS_OF_THREAD = BINS // THREADS
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 plus 2**23 has been rounded to an integer, in its low bits
 _SIGN = -(2**31)  # the bit, as i32; as ordered bits the number 0
-_LOAD = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.f32 $0, [$1]; }"
-_LOAD_FOUR = (
-    "{ .reg .pred p; setp.ne.u32 p, $5, 0; mov.f32 $0, 0fFF800000; mov.f32 $1, 0fFF800000; mov.f32 $2, 0fFF800000;"
-    " mov.f32 $3, 0fFF800000; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }"
-)
 _VOTES = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
 _COUNT = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p red.shared.add.u32 [$0], 1; }"
 
 
-def sampling_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
-    """u32[R] the least likely token that is kept, as ordered bits; 0 if neither cut applies.
+def sampling_floor(logits: jax.Array, scaling: Scaling, top_k, top_p) -> jax.Array:
+    """u32[R] the scaled logit of the least likely token that is kept, as ordered bits; 0 if neither cut applies.
 
     Ordered bits are those of a float32 that is not negative with the first one set, or all bits of another inverted.
     Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
-    scaled f32[R, vocab]: logits minus their maximum. top_k [R]: 0 or less, or vocab or more: off. top_p [R]: 1 or more:
-    off.
+    logits f32[R, vocab]. top_k [R]: 0 or less, or vocab or more: off. top_p [R]: 1 or more: off.
     """
-    rows, vocab = scaled.shape
-    scaled, top_k, top_p = scaled.astype(jnp.float32), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32)
+    rows, vocab = logits.shape
+    logits, top_k, top_p = logits.astype(jnp.float32), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32)
 
     def sampling_floor(*refs):  # the kernel's name in a profile
         shapes = [plgpu.SMEM((size,), jnp.int32) for size in shared_words()]
@@ -66,7 +60,8 @@ def sampling_floor(scaled: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax
     mesh = plgpu.Mesh(grid=(rows,), grid_names=("row",), num_threads=WARPGROUPS, thread_name="wg")
     params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
     out = jax.ShapeDtypeStruct((rows,), jnp.uint32)
-    return pl.kernel(sampling_floor, out_type=out, mesh=mesh, compiler_params=params)(scaled, top_k, top_p)
+    given = logits, scaling.largest, scaling.temperature, scaling.least, top_k, top_p
+    return pl.kernel(sampling_floor, out_type=out, mesh=mesh, compiler_params=params)(*given)
 
 
 def shared_words() -> tuple[int, ...]:
@@ -78,13 +73,15 @@ def _warpgroup(vocab: int, refs, *shared):
     """One warpgroup of a row's CTA."""
 
     @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(refs) + len(shared)), ptx.SCALAR, ptx.SCALAR))
-    def find(ctx, scaled, top_k, top_p, floor, *rest):
+    def find(ctx, logits, largest, temperature, least, top_k, top_p, floor, *rest):
         *shared, row, wg = rest
         row, wg = map(ptx.scalar_value, (row, wg))
-        of_row = lambda ref, size: arith.addi(ptx.pointer(ref, 0), arith.muli(ptx.to_i64(row), ptx.i64(size)))
+        of_logits = (ptx.pointer(ref, 0) for ref in (logits, largest, temperature, least))
+        places = (words.place(ptx.pointer(ref, 0), row) for ref in (top_k, top_p, floor))
         thread = ptx.add(ptx.mul(wg, 128), ptx.thread_index())
-        places = of_row(scaled, 4 * vocab), *(of_row(ref, 4) for ref in (top_k, top_p, floor))
-        _store_floor(_Row(vocab, *places, *(ptx.pointer(ref, 3) for ref in shared), thread))
+        _store_floor(
+            _Row(LogitRow.of(vocab, row, *of_logits), *places, *(ptx.pointer(ref, 3) for ref in shared), thread)
+        )
 
     find(*refs, *shared, *map(lax.axis_index, ("row", "wg")))
 
@@ -93,8 +90,7 @@ def _warpgroup(vocab: int, refs, *shared):
 class _Row:
     """A row, as its CTA sees it: i64 addresses in GMEM, i32 addresses in SMEM, and the thread's number in the CTA."""
 
-    vocab: int
-    logits: object
+    logits: LogitRow
     top_k_at: object
     top_p_at: object
     floor_at: object
@@ -115,8 +111,8 @@ class _Row:
 def _store_floor(row: _Row):
     top_k = ptx.asm_value("ld.global.nc.b32 $0, [$1];", "=r,l", row.top_k_at)
     top_p = ptx.asm_value("ld.global.nc.f32 $0, [$1];", "=f,l", row.top_p_at)
-    has_top_k = arith.andi(ptx.less(ptx.i32(0), top_k), ptx.less(top_k, ptx.i32(row.vocab)))
-    has_top_p = _greater(ptx.f32(1.0), top_p)
+    has_top_k = arith.andi(ptx.less(ptx.i32(0), top_k), ptx.less(top_k, ptx.i32(row.logits.vocab)))
+    has_top_p = greater(ptx.f32(1.0), top_p)
     compute = lambda: _floor(row, top_k, has_top_k, top_p, has_top_p)
     floor = control.where(arith.ori(has_top_k, has_top_p), compute, ptx.i32(0))
     ptx.store_if(row.floor_at, ptx.bool_to_i32(ptx.equal(row.thread, ptx.i32(0))), floor)
@@ -138,7 +134,7 @@ def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
         return kth, arith.mulf(top_p, ptx.fma(ties, ptx.exp(_logit(kth)), mass))
 
     kth, needed = control.where(has_top_k, by_top_k, (ptx.i32(0), needed))
-    is_reached = lambda _, mass: _not(_greater(needed, arith.addf(before, mass)))
+    is_reached = lambda _, mass: _not(greater(needed, arith.addf(before, mass)))
     by_top_p = lambda: arith.maxui(kth, _largest(row, candidates, ptx.i32(0), is_reached))
     return arith.minui(control.where(has_top_p, by_top_p, kth), ptx.i32(_SIGN))  # that of the largest logit, 0
 
@@ -175,8 +171,8 @@ def _bins_of_floor(row: _Row, top_k, has_top_k, needed):
     low, high = (arith.mulf(needed, ptx.f32(x)) for x in (1 / HALF_BIN, HALF_BIN))
     misses = (
         lambda count, mass: ptx.less(count, top_k),
-        lambda count, mass: _greater(low, mass),
-        lambda count, mass: _greater(high, mass),
+        lambda count, mass: greater(low, mass),
+        lambda count, mass: greater(high, mass),
     )
     short = [ptx.i32(0)] * 3  # of the thread's bins: those at whose end a sum is still too small
     for count, mass in _sums_of_bins(row):
@@ -242,7 +238,7 @@ def _narrowed(row: _Row, first, last, needed):
             return mass
 
         (mass,) = _over_cta(row, [_each_logit(row, add, ptx.f32(0.0))], [arith.addf])
-        is_missing = _greater(needed, mass)
+        is_missing = greater(needed, mass)
         after = ptx.add(middle, ptx.i32(1))
         return arith.select(is_missing, after, first), arith.select(is_missing, last, middle)
 
@@ -292,12 +288,12 @@ def _fill_lists(row: _Row, first, last):
 def _candidates(row: _Row, is_row, count):
     """The row's logits if is_row, else the `count` of the warp's list."""
     of_list = _address_of_shared(ptx.add(_own_list(row), ptx.mul(row.lane, 4)))
-    of_row = arith.addi(row.logits, ptx.to_i64(ptx.mul(row.thread, 4)))
+    of_row = words.place(row.logits.logits, row.thread)
     stride = arith.select(is_row, ptx.i32(THREADS), ptx.i32(32))
-    size = arith.select(is_row, ptx.i32(row.vocab), count)
+    size = arith.select(is_row, ptx.i32(row.logits.vocab), count)
     number = arith.select(is_row, row.thread, row.lane)
     own_count = arith.divui(ptx.add(arith.subi(size, number), stride, ptx.i32(-1)), stride)
-    return _Candidates(arith.select(is_row, of_row, of_list), ptx.mul(stride, 4), own_count)
+    return _Candidates(arith.select(is_row, of_row, of_list), ptx.mul(stride, 4), own_count, is_row)
 
 
 def _append(row: _Row, count, x, is_chosen):
@@ -325,9 +321,10 @@ class _Candidates:
     first: object  # i64 address
     stride: object  # i32 bytes
     count: object  # i32
+    is_row: object  # i1: then they are not scaled yet
 
 
-def _each_candidate(candidates: _Candidates, step, carry):
+def _each_candidate(row: _Row, candidates: _Candidates, step, carry):
     """carry = step(logit, is there one, carry) for each."""
 
     def several(i, carry):
@@ -335,8 +332,9 @@ def _each_candidate(candidates: _Candidates, step, carry):
         exists = [ptx.less(n, candidates.count) for n in numbers]
         places = [arith.addi(candidates.first, ptx.to_i64(arith.muli(n, candidates.stride))) for n in numbers]
         values = [
-            ptx.asm_value(_LOAD, "=&f,l,r", *args) for args in zip(places, map(ptx.bool_to_i32, exists), strict=True)
+            ptx.asm_value(LOAD_ONE, "=&f,l,r", *args) for args in zip(places, map(ptx.bool_to_i32, exists), strict=True)
         ]
+        values = [arith.select(candidates.is_row, row.logits.scaled(x), x) for x in values]
         for x, there in zip(values, exists, strict=True):
             carry = step(x, there, carry)
         return carry
@@ -355,7 +353,7 @@ def _largest(row: _Row, candidates: _Candidates, last_bin, holds):
         low, high = arith.select(is_one, key, ptx.i32(-1)), arith.select(is_one, key, ptx.i32(0))
         return arith.minui(ends[0], low), arith.maxui(ends[1], high)
 
-    ends = _each_candidate(candidates, widen, (ptx.i32(-1), ptx.i32(0)))
+    ends = _each_candidate(row, candidates, widen, (ptx.i32(-1), ptx.i32(0)))
     low, high = _over_cta(row, ends, [arith.minui, arith.maxui])
     zeros = ptx.asm_value("clz.b32 $0, $1;", "=r,r", arith.subi(high, low), pure=True)
 
@@ -376,29 +374,14 @@ def _from_key(row: _Row, candidates: _Candidates, least):
         weight = arith.select(is_counted, ptx.exp(x), ptx.f32(0.0))
         return ptx.add(sums[0], ptx.bool_to_i32(is_counted)), arith.addf(sums[1], weight)
 
-    sums = _each_candidate(candidates, step, (ptx.i32(0), ptx.f32(0.0)))
+    sums = _each_candidate(row, candidates, step, (ptx.i32(0), ptx.f32(0.0)))
     return _over_cta(row, sums, [arith.addi, arith.addf])
 
 
 def _each_logit(row: _Row, step, carry):
-    """carry = step(VALUES logits, carry) over the row; -inf past its end."""
-    width = 4 if row.vocab % 4 == 0 else 1  # logits of a load
-    loads = VALUES // width
-
-    def several(i, carry):
-        values = []
-        for j in range(loads):
-            number = ptx.mul(ptx.add(ptx.mul(i, THREADS * loads), ptx.i32(THREADS * j), row.thread), width)
-            there = ptx.bool_to_i32(ptx.less(number, ptx.i32(row.vocab)))
-            place = arith.addi(row.logits, arith.muli(ptx.to_i64(number), ptx.i64(4)))
-            values += (
-                ptx.asm_values(_LOAD_FOUR, "=&f,=&f,=&f,=&f,l,r", 4, place, there)
-                if width == 4
-                else [ptx.asm_value(_LOAD, "=&f,l,r", place, there)]
-            )
-        return step(values, carry)
-
-    return control.loop(ptx.i32(cdiv(row.vocab, THREADS * VALUES)), carry, several)
+    """carry = step(VALUES scaled logits, carry) over the row; -inf past its end."""
+    without_numbers = lambda values, _, carry: step(values, carry)
+    return row.logits.each(without_numbers, carry, thread=row.thread, threads=THREADS, values=VALUES)
 
 
 def _over_cta(row: _Row, values, combine) -> list:
@@ -453,15 +436,11 @@ def _to_float(integer):
 
 def _is_finite(x):
     """Of a number that is not positive."""
-    return _greater(x, ptx.f32(-math.inf))
+    return greater(x, ptx.f32(-math.inf))
 
 
 def _is_between(number, first, last):
     return _all(_not(ptx.less(number, first)), _not(ptx.less(last, number)))
-
-
-def _greater(a, b):
-    return arith.cmpf(arith.CmpFPredicate.OGT, a, b)
 
 
 def _not(condition):

@@ -27,13 +27,16 @@ in bfloat16 32.9 and 37.7, long ones up to 1 % less."""
 NARROW_ROWS_16BIT, NARROW_ROWS_8BIT = 8, 16
 """Requests of at most so many rows have narrow tiles. Of 16 rows in 16 bits they take 2 % longer than wgmma's."""
 
-UNIT_COST, SHORT_WEIGHT_16BIT = 22, 6
-"""What a unit costs besides its blocks, and a block of a short tile in 16 bits (GpuKernelConfig.unit_cost and
-short_weight), in kernels with long tiles. CTAs that have only short units beside others that compute end late if these
-cost less. us with 11 and 4, and with these: 42 decodes and two chunks of heads of 256 275 and 186; 100 decodes and a
-chunk of 8 heads on one kv head 105 and 83; 153 decodes and a chunk of heads of 256 with a window 321 and 274; 16
-chunks of 128 tokens with heads of 64 248 and 257. Over float8 32 decodes and two prompts of 8 heads on one kv head
-take 113 with 22, 134 with 11; 32 long decodes and three chunks 334, and 401 with a weight of 6."""
+UNIT_COST, SHORT_WEIGHT, SHORT_WEIGHT_8BIT = 22, 6, 7
+"""What a unit costs besides its blocks, and a block of a short tile (GpuKernelConfig.unit_cost and short_weight), in
+kernels with long tiles. CTAs that have only short units beside others that compute end late if these cost less. us with
+11 and 4, and with these: 42 decodes and two chunks of heads of 256 275 and 186; 100 decodes and a chunk of 8 heads on
+one kv head 105 and 83; 153 decodes and a chunk of heads of 256 with a window 321 and 274; 16 chunks of 128 tokens with
+heads of 64 248 and 257.
+Over 8 bits narrow tiles cost 4 a block as before, for 6 would slow long decodes down (333 to 388); the end of a chunk,
+which is a short tile and not narrow, costs 7. us with 4, with 7, and FlashAttention-3's: 90 decodes and a chunk of 88
+tokens after 23000 with heads of 64 158, 104, 122; 120 and one of 100 after 20000 157, 114, 182; 70 and three chunks
+203, 152, 254; heads of 256, which have no narrow tiles, 42 and two chunks 336, 255, 359."""
 
 UNITS_PER_CTA = 3
 """From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of
@@ -368,7 +371,7 @@ def cost_of_units(request: TileRequest) -> dict[str, Any]:
     config = request.config
     if not config.has_long_tiles or config.compute_dtype is not None:  # with products in 8 bits not measured
         return {}
-    return {"unit_cost": UNIT_COST} | ({} if config.converts_tiles else {"short_weight": SHORT_WEIGHT_16BIT})
+    return {"unit_cost": UNIT_COST, "short_weight": SHORT_WEIGHT_8BIT if config.converts_tiles else SHORT_WEIGHT}
 
 
 def soft_cap(request: TileRequest) -> dict[str, Any]:

@@ -83,6 +83,11 @@ class Arith:
         sge, ne = np.greater_equal, np.not_equal
 
 
+def _fma(a, b, c):
+    """Rounded once, as a GPU does: the product of two f32 is exact in f64."""
+    return np.asarray(np.asarray(a, np.float64) * b + c, np.float32)
+
+
 def _less(a, b):
     """Of numbers with a sign, which a load does not know."""
     signed = lambda x: x.view(np.int32) if x.dtype == np.uint32 else x
@@ -176,7 +181,7 @@ class Machine:
         simple = {
             "mov": lambda a: a, "add": np.add, "sub": np.subtract, "mul": np.multiply, "neg": np.negative,
             "abs": np.abs,
-            "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "tanh": np.tanh,
+            "fma": _fma, "max": np.maximum, "ex2": np.exp2, "tanh": np.tanh,
             "selp": lambda a, b, p: np.where(p, a, b), "or": np.logical_or,
         }  # fmt: skip
         with np.errstate(over="ignore", invalid="ignore"):
@@ -334,7 +339,7 @@ class Machine:
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             simple = {
                 "tanh": np.tanh,
-                "fma": lambda a, b, c: a * b + c, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide,
+                "fma": _fma, "max": np.maximum, "ex2": np.exp2, "lg2": np.log2, "div": np.divide,
                 "rcp": np.reciprocal,
                 "rsqrt": lambda x: 1 / np.sqrt(x),
             }  # fmt: skip

@@ -10,19 +10,23 @@ import pytest
 from benchmarks.gpu.lowering import PALLAS_CALL
 from jattn import device
 from jattn.engine import sampling_floor as floors
+from pallas_kernels.gpu import logit_row_sm80 as logit_row
 from pallas_kernels.gpu import sampling_floor_sm80 as kernel
 from tests.kernels.cpu.test_native_draw import check, ordered, random_rows
 from tests.kernels.gpu.simt import Arith, Machine, emulated
 from tests.kernels.gpu.test_packed_product import Memory
 
 
-def floor_of(x, top_k, top_p, **sizes) -> np.ndarray:
-    """u32[R] the floors of f32[R vocab], computed thread by thread. sizes: constants of the kernel to replace."""
+def floor_of(x, top_k, top_p, scaling=None, **sizes) -> np.ndarray:
+    """u32[R] the floors of f32[R vocab], computed thread by thread. scaling: (largest, temperature, least) of all rows;
+    None: x is scaled. sizes: constants of the kernel to replace."""
     memory, (rows, vocab) = Memory(), x.shape
     sizes = dict(LISTED=kernel.LISTED) | sizes  # patch.multiple refuses no names
     with mock.patch.multiple(kernel, **sizes):
         shared = [memory.add(np.full(4 * n, 0xFF, np.uint8)) for n in kernel.shared_words()]
-    given = [memory.add(np.asarray(a)) for a in (x, np.int32(top_k), np.float32(top_p), np.zeros(rows, np.uint32))]
+    scaling = (np.full(rows, each, np.float32) for each in (scaling or (0, 1, -np.inf)))
+    cuts = np.int32(top_k), np.float32(top_p)
+    given = [memory.add(np.asarray(a)) for a in (x, *scaling, *cuts, np.zeros(rows, np.uint32))]
     machine = memory.machine(kernel.THREADS)
     every = lambda n, dtype=np.int32: np.full(machine.lane.shape, n, dtype)
     with _on_the_model(machine), mock.patch.multiple(kernel, **sizes):
@@ -30,7 +34,7 @@ def floor_of(x, top_k, top_p, **sizes) -> np.ndarray:
             axes = dict(row=every(row), wg=machine.lane // 128)
             with mock.patch.object(kernel.lax, "axis_index", axes.get):
                 kernel._warpgroup(vocab, [every(a, np.int64) for a in given], *map(every, shared))
-    return machine.memory[given[3] :][: 4 * rows].view(np.uint32)
+    return machine.memory[given[-1] :][: 4 * rows].view(np.uint32)
 
 
 @contextlib.contextmanager
@@ -39,7 +43,7 @@ def _on_the_model(machine: Machine):
         _is_float=lambda x: x.dtype == np.float32,
         _address_of_shared=lambda place: place.astype(np.int64),
     )  # fmt: skip
-    with emulated(kernel, machine), mock.patch.multiple(kernel, **swaps):
+    with emulated(kernel, machine), mock.patch.object(logit_row, "arith", Arith), mock.patch.multiple(kernel, **swaps):
         yield
 
 
@@ -84,6 +88,17 @@ def test_a_list_that_is_too_short_is_replaced_by_the_row():
     assert sum(bool(np.all(call.args[1])) for call in made.mock_calls if call.args) >= 3, "the row, not the lists"
 
 
+@pytest.mark.parametrize("sizes", [{}, dict(LISTED=4, MOST_CANDIDATES=10**6)], ids=["lists", "the row"])
+def test_the_floor_is_that_of_the_scaled_logits(sizes):
+    """Also where a list is too short, and the row is read again."""
+    x, top_k, top_p = uneven_rows()
+    x += np.float32(3.25)
+    scaling = largest, temperature, least = np.float32(3.25), np.float32(0.7), np.float32(-6.0)
+    scaled = (x - largest) / temperature
+    scaled = np.where(scaled < least, -np.inf, scaled).astype(np.float32)
+    check(scaled, top_k, top_p, floor_of(x, top_k, top_p, scaling, **sizes))
+
+
 def test_rows_that_nobody_draws_from_end_and_change_no_other():
     """NaN, infinite numbers and none that is finite."""
     x, top_k, top_p = random_rows(700, 8, 5)
@@ -100,7 +115,7 @@ def test_a_small_sum_before_a_large_one_is_not_lost():
     machine = memory.machine(kernel.THREADS)
     every = lambda n: np.full(machine.lane.shape, n, np.int32)
     count, mass = every(3), np.resize(np.float32([1.9922, 250000.25, 3e-5, 7.0]), kernel.THREADS)
-    row = kernel._Row(1, *[None] * 6, sums=every(sums), thread=machine.lane)
+    row = kernel._Row(*[None] * 6, sums=every(sums), thread=machine.lane)
     with _on_the_model(machine):
         found = kernel._sums_before(row, count, mass)
     np.testing.assert_array_equal(found[0], 3 * machine.lane)

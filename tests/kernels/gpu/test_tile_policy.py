@@ -256,8 +256,8 @@ def test_narrow_tiles_beside_long_ones_over_an_8_bit_cache(fields, narrow):
     [
         (dict(), (22, 6)),
         (dict(dtype="float16", kv_dtype="float16"), (22, 6)),
-        (dict(kv_dtype="int8"), (22, 4)),
-        (dict(kv_dtype="int8", head_dim=256, v_head_dim=256), (22, 4)),
+        (dict(kv_dtype="int8"), (22, 7)),
+        (dict(kv_dtype="int8", head_dim=256, v_head_dim=256), (22, 7)),
         (dict(kv_dtype="int8", rows=4), (11, 4)),
         (dict(kv_dtype="int8", rows=32), (11, 4)),
         (dict(kv_dtype="float8_e4m3fn", compute_dtype="float8_e4m3fn"), (11, 4)),

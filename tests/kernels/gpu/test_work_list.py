@@ -191,19 +191,33 @@ def test_every_other_cta_walks_backward_where_many_decodes_meet_a_prefill(batch,
     assert cta[:, wl.BACKWARD].tolist() == [me % 2 * mixed for me in range(132)]
 
 
-LOADS = [(name, n, 11) for name in ("decode", "one long", "ragged", "prefill") for n in (0, 2)]
+def weight_of(rows: int, config) -> int:
+    """What a block costs of a tile with so many rows."""
+    if rows <= config.narrow_rows:
+        return config.narrow_weight
+    return config.short_weight if rows <= wl.SHORT_ROWS else config.long_weight
 
 
-@pytest.mark.parametrize(("batch", "together", "unit_cost"), [*LOADS, ("few long", 0, 22)])
-def test_load_is_even(batch, together, unit_cost):
-    lengths = (BATCHES | {"few long": [(1, 100)] * 200 + [(1, 12800)] * 8})[batch]
-    config, *_, info, cta, _ = make(lengths, RULES["causal"], together=together, unit_cost=unit_cost)
+LOADS = [(name, n, {}) for name in ("decode", "one long", "ragged", "prefill") for n in (0, 2)]
+EIGHT_BITS = dict(unit_cost=22, narrow_rows=8, narrow_weight=4, short_weight=7, kv_dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("batch", "together", "fields"),
+    [*LOADS, ("few long", 0, dict(unit_cost=22)), ("decodes and a chunk", 0, EIGHT_BITS)],
+)
+def test_load_is_even(batch, together, fields):
+    more = {
+        "few long": [(1, 100)] * 200 + [(1, 12800)] * 8,
+        "decodes and a chunk": [(1, 50 + 7 * i) for i in range(90)] + [(37, 23137)],
+    }
+    lengths = (BATCHES | more)[batch]
+    config, *_, info, cta, _ = make(lengths, RULES["causal"], together=together, **fields)
     load = []
     for me in range(config.workers):
         total = 0
         for (tile, _), lo, hi in pieces_of(cta[me], me, info, config):
-            short = info[tile, wl.NROWS] <= wl.SHORT_ROWS
-            total += (hi - lo) * (config.short_weight if short else config.long_weight) + (lo == 0) * config.unit_cost
+            total += (hi - lo) * weight_of(info[tile, wl.NROWS], config) + (lo == 0) * config.unit_cost
         load.append(total)
     block = config.short_weight if "prefill" not in batch else config.long_weight
     assert max(load) - np.mean(load) <= 4 * block + 0.01 * np.mean(load)
