@@ -273,8 +273,10 @@ class CommonAttentionMetadata:
         tokens = jnp.arange(self.num_tokens, dtype=jnp.int32)
         return jnp.where(self.token_is_live(), tokens + first.at[req].get(mode="fill", fill_value=0), 0)
 
-    def logits_at_last_token(self) -> jax.Array:
+    def logits_at_last_token(self) -> AnyArray:
         """i32[R] index of each request's last new token. A request without one has an index of no meaning."""
+        if self.token_is_row:
+            return np.arange(self.max_num_reqs, dtype=np.int32)  # a constant: models.forward sees that it takes all
         return jnp.maximum(jnp.asarray(self.query_start_loc)[1:] - 1, 0)
 
     def replace(self, **changes) -> "CommonAttentionMetadata":

@@ -89,6 +89,7 @@ def _forward(
     stream, inputs = first_stream(config, params, jnp.asarray(token_ids), x)
     step = _AttentionPlans(config, caches, batches, backend, x.dtype, model_mesh)
     wanted = None if logits_at is None else as_array("logits_at", logits_at, "integers", (1,))
+    wanted = None if _takes_all(wanted, len(token_ids)) else wanted
     tails = layer_tail.configs_of(config, params, x, model_mesh)
     # With AltUp, tokens are not the first axis.
     is_taken_early = wanted is not None and len(wanted) < x.shape[0] and tails is None and config.altup is None
@@ -109,6 +110,11 @@ def _forward(
     if wanted is not None and not is_taken_early:
         x = x[wanted]
     return tuple(caches), head(config, params, last_hidden(config, params, x), model_mesh)
+
+
+def _takes_all(wanted: Any, num_tokens: int) -> bool:
+    """Is it known, before anything is computed, that these are all tokens in their order?"""
+    return isinstance(wanted, np.ndarray) and np.array_equal(wanted, np.arange(num_tokens))
 
 
 def _each_layer(

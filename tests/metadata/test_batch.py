@@ -252,6 +252,7 @@ def test_of_rows_with_a_token_each_positions_need_no_search(live):
     direct = searched.replace(token_is_row=True)
     for name in ("token_to_req", "positions"):
         np.testing.assert_array_equal(getattr(direct, name)(), getattr(searched, name)())
+    assert direct.logits_at_last_token()[:live].tolist() == searched.logits_at_last_token()[:live].tolist()
     assert direct.advanced(4).token_is_row and not direct.padded(6, 5).token_is_row
     np.testing.assert_array_equal(direct.advanced(4).positions(), searched.advanced(4).positions())
     np.testing.assert_array_equal(direct.padded(6, 5).positions(), searched.padded(6, 5).positions())
