@@ -32,9 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.open_missing()
         with contextlib.nullcontext() if argv is not None else signals.watched():
             try:
-                return _run(argv)
+                code = _run(argv)
             finally:  # --help raises SystemExit
                 _flush()
+            if argv is None and signals.is_said():
+                signals.end(code)
+            return code
     except BrokenPipeError:
         _discard(sys.stdout)
         _discard(sys.stderr)
@@ -99,6 +102,10 @@ def _run(argv: Sequence[str] | None) -> int:
     except EngineDeadError as error:  # the log has its traceback
         print(f"jattn: the engine is broken: {screen.told(error)}", file=sys.stderr)
         return 1
+    except SystemExit as ended:
+        if not signals.is_said():  # of a parser
+            raise
+        return int(ended.code or 0)
     except KeyboardInterrupt:
         signals.say(signal.SIGINT)
         return signals.CODES[signal.SIGINT]

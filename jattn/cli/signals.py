@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import NoReturn
 
 PATIENCE = 5.0
 """Seconds from a signal until the process ends although its main thread, or a thread that it waits for, is busy."""
@@ -42,6 +43,20 @@ def say(number: int) -> None:
     if number not in _said:
         _said.add(number)
         print(f"jattn: {SENTENCES[signal.Signals(number)]}", file=sys.stderr, flush=True)
+
+
+def is_said() -> bool:
+    """True if the command ends because of a signal."""
+    return bool(_said)
+
+
+def end(code: int) -> NoReturn:
+    """End the process after a signal, without Python's own end.
+
+    A signal interrupts a compilation, but XLA's threads go on with it: Python's end would take away what they use, and
+    the exit code would be that of a segmentation fault.
+    """
+    os._exit(code)
 
 
 def exit_0(number: int, frame: object) -> None:

@@ -55,6 +55,44 @@ def test_a_signal_ends_a_command_that_loads(number, where, command, code, senten
     assert (ended.returncode, ended.stderr, ended.stdout) == (code, sentence, "")
 
 
+COMPILES = """
+import os, signal, sys, threading
+import jax, jax.numpy as jnp
+from jattn import cli
+from jattn.cli import options
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def long_program(x):
+    for i in range(300):
+        x = jnp.sin(x @ x * i) + jnp.sort(x, 0)
+    return x
+
+def compiling(*_, **__):
+    lowered = jax.jit(long_program).lower(jnp.ones((8, 8)))
+    threading.Timer(0.3, os.kill, (os.getpid(), {number})).start()
+    lowered.compile()
+
+options.make_engine = compiling
+sys.argv = ["jattn", *{command}]
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "command", "code", "sentence"),
+    [
+        (signal.SIGINT, ["generate", "1+1="], 130, "jattn: interrupted\n"),
+        (signal.SIGTERM, ["serve", "--port", "0"], 0, "jattn: ended by SIGTERM\n"),
+    ],
+)
+def test_a_signal_ends_a_command_while_xla_compiles(number, command, code, sentence):
+    """JAX raises at once and lets the compiler run on; Python's end took away what it used: exit code 139."""
+    script = COMPILES.format(number=int(number), command=command)
+    ended = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
+    assert (ended.returncode, ended.stderr, ended.stdout) == (code, sentence, "")
+
+
 def test_closed_descriptors_give_an_error_that_does_not_go_to_stdout():
     """Of a service manager: stdin and stderr are closed. print(file=None) would write to stdout."""
     command = f"exec {sys.executable} -m jattn generate <&- 2>&-"
