@@ -68,9 +68,19 @@ class StoppedError(ServeError):
     status = 503
 
 
+LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
+"""Characters that end a line for `str.splitlines` -> how JSON escapes them; it always escapes the others."""
+
+
 def encode(body: dict[str, Any]) -> bytes:
-    """JSON in UTF-8; ValueError for NaN or infinity, which JSON does not have."""
-    return json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="replace")
+    """JSON in UTF-8, in one line by Unicode's rules too; ValueError for NaN or infinity, which JSON does not have.
+
+    A reader of a stream may split it into lines by these rules, as httpx does.
+    """
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False).encode("utf-8", errors="replace")
+    for char, escaped in LINE_ENDS.items():
+        text = text.replace(char, escaped)
+    return text
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

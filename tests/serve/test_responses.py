@@ -250,6 +250,16 @@ def test_the_id_is_the_same_in_the_answer_its_header_the_engine_and_the_log(capl
     assert any(line.startswith(f"{refused} GET '/v1/nowhere' 404") for line in lines)
 
 
+def test_an_event_is_one_line_also_for_readers_that_split_at_unicodes_line_ends():
+    """httpx's iter_lines and str.splitlines do; a text may have such characters, and so may the model's name."""
+    name = "a\u2028b\u2029c\x85d"
+    with serving(model_name=name) as (_, _, url):
+        ask = {"prompt": "x", "max_tokens": 2, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=ask) as answer:
+            *events, done = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert done == "[DONE]" and {json.loads(event)["model"] for event in events} == {name}
+
+
 def test_the_clients_own_stream_helper_reads_a_chat(client):
     ask = dict(model="fake", messages=HI, max_tokens=20, temperature=0)
     ask["stop"] = client.chat.completions.create(**ask).choices[0].message.content[8:10]
