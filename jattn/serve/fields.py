@@ -103,6 +103,7 @@ def parse_chat(
         text = template.render(values["messages"], variables=variables, **arguments)
     except Exception as error:  # a template is a program and may raise anything
         raise BadRequestError(f"the chat template cannot render these messages: {error}", "messages") from error
+    _check_is_read(template, values)
     check_length(text, max_model_len, "messages")
     try:
         prompt = tuple(tokenizer.encode(text, add_special_tokens=False))  # the template writes the special tokens
@@ -113,6 +114,18 @@ def parse_chat(
         logprobs=values.get("top_logprobs", 0) if wants_logprobs else None,
     )
     return _parsed(values, (prompt,), sampling, is_chat=True)
+
+
+def _check_is_read(template: ChatTemplate, values: dict[str, Any]) -> None:
+    """Refuse fields for the template that it does not read: they would be ignored."""
+    given = [(name, name, name) for name in ("tools", "documents", "reasoning_effort") if name in values]
+    for name in values.get("chat_template_kwargs", {}):
+        given.append((name, f"chat_template_kwargs: {short(name)}", "chat_template_kwargs"))
+    for name, words, param in given:
+        if not template.does_read(name, values.get("tools")):
+            other = ', or send tool_choice="none"' if name == "tools" else ""
+            message = f"{words}: this model's chat template does not read it: leave it out{other}"
+            raise BadRequestError(message, param)
 
 
 def check_length(text: str, max_model_len: int, param: str) -> None:

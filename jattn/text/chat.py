@@ -1,6 +1,7 @@
 """Chat templates: messages to one prompt."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,10 @@ class ChatTemplate:
         source = self._source(self._choose(template, tools))
         text = render(source, self._variables | _plain(variables or {}) | arguments, self._where)
         return text if last_text is None else _cut(text, last_text, self._where)
+
+    def does_read(self, name: str, tools: Any = None) -> bool:
+        """False if the template never names this variable. tools: as in `render`, where they choose the template."""
+        return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self._source(self._choose(None, tools))) is not None
 
     def _choose(self, name: str | None, tools: Any) -> str:
         if self._problem is not None:

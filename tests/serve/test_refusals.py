@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from jattn.serve import fields, readers
+from jattn.serve.errors import BadRequestError
 from jattn.text import ByteTokenizer, ChatTemplate
 from tests.serve.running import PATIENCE, connection, serving, until_closed
 
@@ -309,6 +310,30 @@ def test_tools_are_passed_to_the_template_unless_none_may_be_called(url):
         refused(send(other, CHAT | {"tools": tools}, "chat/completions"), param="messages")
         body = CHAT | {"tools": tools, "parallel_tool_calls": False}
         refused(send(other, body, "chat/completions"), param="parallel_tool_calls")
+
+
+def test_what_the_template_does_not_read_is_refused_by_name():
+    """The prompt would be the same without it: a model that is never told of tools does not call them."""
+    template = ChatTemplate("{{ messages[0].content }}{% if tools is defined %}{{ enable_thinking }}{% endif %}")
+    parse = lambda more, template: fields.parse_chat(CHAT | more, template, ByteTokenizer(), max_model_len=99)
+    tools = {"tools": [{"type": "function", "function": {"name": "add"}}]}
+    taken = [tools, {"chat_template_kwargs": {"enable_thinking": False}}, {"documents": []}, {"reasoning_effort": None}]
+    for more in taken:
+        assert parse(more, template).prompts
+    several = ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}"})
+    assert parse(tools, several).prompts
+    plain = ChatTemplate("{{ messages[0].content }} uses no mytools or tools2")
+    assert parse(tools | {"tool_choice": "none"}, plain).prompts
+    for more, param, words in (
+        (tools, "tools", "tool_choice"),
+        ({"documents": [{"text": "x"}]}, "documents", "leave"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "leave"),
+        ({"chat_template_kwargs": {"enable_thinkng": False}}, "chat_template_kwargs", "'enable_thinkng'.*leave"),
+    ):
+        with pytest.raises(BadRequestError, match=words) as refusal:
+            parse(more, plain)
+        assert refusal.value.param == param and "does not read" in str(refusal.value)
+        assert param in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,16 @@
 
 import json
 import math
+import re
+
+from tests.serve import running
 
 MODEL = "adder"
 VOCABULARY, LENGTH = 384, 1024  # of the embedded model, which has one token per byte
 MAX_BODY, MAX_PROMPTS, MAX_SEQUENCES = 1 << 16, 64, 256  # as the fuzzer starts its server
 MAX_VALUES = 20_000  # keys and list items, besides those of the prompt
 INT32 = 2**31 - 1
+WORDS_OF_TEMPLATE = set(re.findall(r"\w+", running.TEMPLATE))
 
 
 class _Bad(Exception):
@@ -113,6 +117,10 @@ def _is_consistent(body, is_chat) -> bool:
         told = "top_logprobs" not in body or body.get("logprobs") is True
         taken = {"messages", "tools", "documents", "add_generation_prompt"} & set(body.get("chat_template_kwargs", ()))
         if body.get("tools") and body.get("parallel_tool_calls") is False:
+            return False
+        for_template = [name for name in ("documents", "reasoning_effort") if body.get(name) not in (None, [])]
+        for_template += ["tools"] if body.get("tools") and body.get("tool_choice") != "none" else []
+        if not {*for_template, *body.get("chat_template_kwargs", ())} <= WORDS_OF_TEMPLATE:
             return False
         valid = "messages" in body and told and len(set(map(str, limits))) < 2 and not taken
         return valid and (not body.get("continue_final_message") or _can_continue(body))
