@@ -173,14 +173,19 @@ def _read(body: dict[str, Any], fields: dict[str, readers.Reader]) -> dict[str, 
             except readers.InvalidValueError as error:
                 problems[name] = f"{name}={short(value)} must be {error}"
         elif name not in UNSUPPORTED_FIELDS:
-            other = f"it is a field of {PATHS[name]}" if name in PATHS else "leave it out"
-            problems[name] = f"the field {short(name)} is unknown: {other}"
+            problems[name] = f"the field {short(name)} is unknown: {_instead(name, fields)}"
         elif value is not None and not any(_is_same(value, neutral) for neutral in UNSUPPORTED_FIELDS[name]):
             other = f", or use {USE_INSTEAD[name]}" if USE_INSTEAD.get(name) in fields else ""
             problems[name] = f"{name}={short(value)} is not supported: leave it out{other}"
     if problems:
         raise BadRequestError("; ".join(problems.values()), next(iter(problems))[:MAX_PARAM])
     return values
+
+
+def _instead(name: str, fields: dict[str, readers.Reader]) -> str:
+    if USE_INSTEAD.get(name) in fields:
+        return f"use {USE_INSTEAD[name]}"
+    return f"it is a field of {PATHS[name]}" if name in PATHS else "leave it out"
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -250,5 +255,5 @@ UNSUPPORTED_FIELDS: dict[str, tuple] = dict(
 PATHS = dict(prompt="/v1/completions", messages="/v1/chat/completions", input="/v1/embeddings")
 """Fields that every body of one path has, and no other."""
 
-USE_INSTEAD = dict(best_of="n", functions="tools")
-"""Fields that are not supported -> fields that do much the same, where a route has them."""
+USE_INSTEAD = dict(best_of="n", functions="tools", max_completion_tokens="max_tokens", top_logprobs="logprobs")
+"""Fields that are not supported, or not on each route -> fields that do much the same, where a route has them."""

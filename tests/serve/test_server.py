@@ -106,6 +106,8 @@ def test_leaving_a_request_that_is_not_streamed_frees_them_too(server, slow):
         ({"prompt": "x", "best_off": 1}, "the field 'best_off' is unknown: leave it out"),
         ({"prompt": "x", "echo": True, "suffix": "s"}, "echo=True is not supported: leave it out; suffix='s' is not"),
         ({"prompt": "x", "best_of": 3}, "best_of=3 is not supported: leave it out, or use n$"),
+        ({"prompt": "x", "max_completion_tokens": 3}, "'max_completion_tokens' is unknown: use max_tokens$"),
+        ({"prompt": "x", "top_logprobs": 3}, "'top_logprobs' is unknown: use logprobs$"),
         ({"prompt": "x", "functions": [{}]}, "is not supported: leave it out$"),  # a completion has no tools
         ({"prompt": "x" * 300}, "300 tokens"),
         ({"prompt": [1, 999]}, "vocabulary"),
@@ -124,7 +126,7 @@ def test_keys_sizes_and_paths_are_checked(server):
     _, url, client = server
     for header in ({}, {"Authorization": "Bearer wrong"}):
         assert httpx.get(f"{url}/v1/models", headers=header).status_code == 401
-    with pytest.raises(openai.APIStatusError, match="larger than 5000 bytes") as refusal:
+    with pytest.raises(openai.APIStatusError, match="larger than 5000 bytes.*fewer.*--max-body-bytes") as refusal:
         client.completions.create(model="fake", prompt="x" * 6000)
     assert refusal.value.status_code == 413
     assert [model.id for model in client.models.list()] == ["fake"]
