@@ -33,6 +33,14 @@ def test_pooling_asks_for_embeddings_and_overrides_the_folder(folder):  # noqa: 
     assert options.serves_embeddings(parsed("--model", str(folder), "--pooling", "cls"))
 
 
+def test_a_body_may_have_as_many_texts_as_clients_send_at_once(folder):  # noqa: F811
+    """LangChain sends 1000 texts in a body: of 1100 characters each they had more than 1 MiB, and were refused."""
+    assert serve.max_body_bytes(parsed("--model", str(folder))) >= 2048 * 4096
+    assert serve.max_body_bytes(parsed()) == 1 << 20
+    for given in (parsed("--max-body-bytes", "7"), parsed("--model", str(folder), "--max-body-bytes", "7")):
+        assert serve.max_body_bytes(given) == 7
+
+
 @pytest.mark.parametrize("option", [["--num-blocks", "4"], ["--tensor-parallel", "2"], ["--deterministic"]])
 def test_options_of_the_engine_are_refused_by_name(folder, option):  # noqa: F811
     with pytest.raises(ValueError, match=f"which do not have {option[0]}"):
