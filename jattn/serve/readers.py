@@ -148,6 +148,8 @@ def _message(message: Any) -> dict[str, Any]:
             kept[name] = value
         elif value != []:
             raise InvalidValueError(f"without a message's {short(name)}, which is not supported")
+    if "tool_calls" in kept:
+        kept.setdefault("content", None)  # for a template that asks whether it is null
     return kept
 
 

@@ -21,6 +21,8 @@ MARK = "THE-LAST-MESSAGE-IS-CONTINUED-FROM-HERE "
 """Appended to a message that is continued, to find its end in the prompt. Its last space shows if that is trimmed."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that `render` sets from its arguments."""
+ASKS_FOR_NULL = re.compile(r"\bcontent\b['\"]?\]?\s+is\s+(not\s+)?none\b")
+"""In a template that writes the calls of a message whose content is null, such as DeepSeek's."""
 MAX_DEPTH = 64
 """Nesting of lists and objects in a template's input."""
 
@@ -44,6 +46,7 @@ class ChatTemplate:
     ):
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._variables, self._where, self._problem = dict(variables or {}), where, problem
+        self._ask_for_null = {name for name, text in self._sources.items() if ASKS_FOR_NULL.search(text)}
 
     def render(
         self,
@@ -76,15 +79,16 @@ class ChatTemplate:
             raise ValueError(
                 "messages must be a non-empty list of objects such as {'role': 'user', 'content': 'hello'}"
             )
-        chat = [_with_reasoning({k: v for k, v in message.items() if v is not None}) for message in plain]
+        name = self._choose(template, tools)
+        kept = {"content"} if name in self._ask_for_null else set()  # nulls; other templates may print them
+        chat = [_with_reasoning({k: v for k, v in each.items() if v is not None or k in kept}) for each in plain]
         last_text = _mark(chat[-1]) if continue_final_message else None
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
         arguments = dict(
             messages=chat, tools=_plain(tools), documents=_plain(documents), add_generation_prompt=add_generation_prompt
         )
-        source = self._source(self._choose(template, tools))
-        text = render(source, self._variables | _plain(variables or {}) | arguments, self._where)
+        text = render(self._source(name), self._variables | _plain(variables or {}) | arguments, self._where)
         return text if last_text is None else _cut(text, last_text, self._where)
 
     def does_read(self, name: str, tools: Any = None) -> bool:

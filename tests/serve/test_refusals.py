@@ -358,6 +358,17 @@ def test_the_arguments_of_a_call_are_an_object_for_the_template(arguments, rende
     assert call["function"]["arguments"] == arguments
 
 
+@pytest.mark.parametrize("content", [{"content": None}, {}, {"content": ""}])
+def test_a_call_beside_no_content_is_null_for_a_template_that_asks_for_it(content):
+    """DeepSeek's templates write calls `if message['content'] is none`; others would print the null."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = readers.messages([{"role": "assistant", "tool_calls": [call]} | content])
+    asks = ChatTemplate("{% for m in messages %}{{ 'call' if m['content'] is none else '' + m.content }}{% endfor %}")
+    prints = ChatTemplate("{% for m in messages %}call{{ m.content }}{% endfor %}")
+    assert asks.render(messages) == ("" if content.get("content") == "" else "call")
+    assert prints.render(messages) == "call"
+
+
 def test_a_call_without_a_function_is_left_to_the_template():
     for call in ({}, {"function": None}, {"function": {"name": "f"}}, {"function": ["f"]}):
         assert readers.messages([{"role": "assistant", "tool_calls": [call]}])[0]["tool_calls"] == [call]
