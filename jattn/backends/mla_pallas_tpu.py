@@ -33,12 +33,13 @@ from pallas_kernels.tpu.config import TpuKernelConfig
 from pallas_kernels.tpu.latent_attention import ragged_latent_attention
 from pallas_kernels.tpu.paged_attention import ragged_paged_attention
 from pallas_kernels.tpu.supports import supports, supports_batch
-from pallas_kernels.tpu.tile_policy import default_config
+from pallas_kernels.tpu.tile_policy import default_config, for_packed_keys
 from pallas_kernels.tpu.work_list import TpuWorkList, build_work_list
 
 QUERY_DTYPES = ("bfloat16", "float32")
 HEADS = 4
-"""Heads of one launch of the materialised form, at most: their tiles of 512 tokens fit VMEM on every generation."""
+"""Heads of one launch of the materialised form, at most: DeepSeek V3's tiles of 512 tokens fit VMEM on every
+generation, in float32 with smaller blocks."""
 
 
 @pytree
@@ -104,7 +105,8 @@ def new_tokens_config(
         per_request_causal=config.per_request_causal,
         early_heads=0,  # v6e's table asks for 1, against spills that steps of these dims do not have
     )  # fmt: skip
-    return None if supports(found, chip=chip.generation) else found
+    widest = for_packed_keys(found, "float32", chip.generation)  # the queries' dtype is not known yet
+    return None if supports(widest, chip=chip.generation) else found
 
 
 def kernel_config(
@@ -170,8 +172,8 @@ def _attend(
 def _among_new_tokens(spec: MLASpec, q, cache: PagedKV, m: MLATpuMetadata, params: MLAParams, chip: str):
     """The materialised form over the new tokens' own keys, some heads at a time; float32."""
     assert m.new_config is not None and m.new_tokens is not None and m.query_lens is not None
-    params, config, work = absorb(spec, params), m.new_config, m.new_tokens
-    config = dataclasses.replace(config, dtype=q.dtype.name, kv_dtype=q.dtype.name)
+    params, work = absorb(spec, params), m.new_tokens
+    config = for_packed_keys(m.new_config, q.dtype.name, chip)
     batch = m.level.batch
     slots = slots_of(jnp.asarray(m.block_table), batch.req_of_token()[0], batch.rows.position, cache.spec.block_size)
     rows, lens = gather_latent(spec, cache, slots, params), jnp.asarray(m.query_lens)

@@ -32,9 +32,9 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     fields, fixed = tuned_sizes(generation_of(chip)) | fields, fields
     config = TpuKernelConfig(**fields)
     dims = sum(cdiv(dim, LANES) * LANES for dim in (config.head_dim, config.v_head_dim))
-    heads, room = config.num_kv_heads, VMEM.get(generation_of(chip), min(VMEM.values())) - SPILL
+    heads, room = config.num_kv_heads, _room(chip)
     row_bytes = lambda rows: heads * rows * (2 * dims * 4 + (dims + 2 * LANES) * 4)
-    blocks = config.block_kv, *(n for n in (1536, 1024, 512, 256, 128) if n < config.block_kv)
+    blocks = config.block_kv, *_smaller_blocks(config)
     tiles = config.tile_rows, *(n for n in (512, 256, 128) if n < config.tile_rows)
     if "part_kv" not in fixed:  # of any batch, so that a decode's bits do not depend on the others
         if config.beside > 2:  # so that each group of lanes has whole registers of keys
@@ -49,6 +49,23 @@ def default_config(*, longest: int | None = None, chip: str = "", **fields) -> T
     if longest is not None:
         found |= _rows_for(longest * config.group, config, found["tile_rows"])
     return _fewer_rows(TpuKernelConfig(**(fields | found | fixed)), room, fixed)
+
+
+def for_packed_keys(config: TpuKernelConfig, dtype: str, chip: str = "") -> TpuKernelConfig:
+    """The config with queries, keys and values of this dtype, and smaller blocks where its own do not fit beside its
+    tiles, which a work list has fixed: keys that come with the queries, from no cache, have their dtype."""
+    config, room = dataclasses.replace(config, dtype=dtype, kv_dtype=dtype), _room(chip)
+    found = [config, *(dataclasses.replace(config, block_kv=n) for n in _smaller_blocks(config))]
+    return next((c for c in found if c.vmem_bytes() <= room), found[-1])
+
+
+def _room(chip: str) -> int:
+    """Bytes of VMEM for one launch's scratch."""
+    return VMEM.get(generation_of(chip), min(VMEM.values())) - SPILL
+
+
+def _smaller_blocks(config: TpuKernelConfig) -> list[int]:
+    return [n for n in (1536, 1024, 512, 256, 128) if n < config.block_kv]
 
 
 def _fewer_rows(config: TpuKernelConfig, room: int, fixed: dict[str, Any]) -> TpuKernelConfig:

@@ -1,6 +1,7 @@
 """mla_pallas_tpu: the choice of auto, what it refuses, and ragged batches in JAX's interpreter beside the witness."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,10 @@ import pytest
 
 import jattn
 from jattn import MLAAttention, MLAParams, MLASpec, mla_cache_spec
+from jattn.backends.mla_pallas_tpu import kernel_config, new_tokens_config
 from jattn.device import Chip
+from pallas_kernels.tpu.supports import VMEM, supports
+from pallas_kernels.tpu.tile_policy import for_packed_keys
 from tests.kernels.tpu.interpreted import V6E, judged
 from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
@@ -67,6 +71,44 @@ def test_new_tokens_are_materialised_in_a_batch_that_may_have_a_long_prompt():
     assert DEEPSEEK.mha_threshold == 170
     assert build(341).new_tokens is not None and build(340).new_tokens is None
     assert build(400, dataclasses.replace(DEEPSEEK, sliding_window=(99, 0))).new_tokens is None
+
+
+GENERATIONS = [Chip("tpu", name) for name in ("", *VMEM)]
+DIMS = [
+    dict(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v)
+    for nope, rope, v in ((16, 16, 16), (128, 64, 128), (192, 64, 256))
+]
+
+
+def test_a_long_prompt_of_float32_is_traced_for_every_generation():
+    """The queries' dtype, which is that of the new tokens' keys, is known to the launch only. In one test: a commit
+    passes only a sample of a parametrised one."""
+    for chip in GENERATIONS:
+        mla = MLAAttention(DEEPSEEK, mla_cache_spec(DEEPSEEK, 8, 128, dtype="float32"), platform=chip)
+        assert mla.backend_name == "mla_pallas_tpu"
+        meta = jattn.CommonAttentionMetadata.from_lengths([600], [700], [list(range(6))], 128)
+        q = jnp.zeros((600, DEEPSEEK.num_heads, DEEPSEEK.qk_head_dim))
+        params = MLAParams(kv_b_proj=jnp.zeros((512, DEEPSEEK.num_heads, 256)))
+        attend = lambda *args, mla=mla: mla.attend(*args[:2], mla.build(args[2]), args[3])  # noqa: E731
+        state = jax.eval_shape(attend, q, mla.empty_cache(storage="native"), meta, params)
+        assert state.out.shape == (600, DEEPSEEK.num_heads, DEEPSEEK.v_head_dim)
+
+
+def test_the_sizes_of_both_launches_fit_every_generation():
+    """With queries of each dtype, over a cache of each."""
+    heads = (1, 2, 3, 4, 6, 16, 127, 128)
+    for dims, n, cached, chip in itertools.product(DIMS, heads, ("bfloat16", "float32"), GENERATIONS):
+        spec = MLASpec(num_heads=n, kv_lora_rank=512, has_sinks=True, **dims)
+        meta = jattn.CommonAttentionMetadata.from_lengths([4096], [4096], [list(range(32))], 128)
+        absorbed = kernel_config(spec, mla_cache_spec(spec, 64, 128, dtype=cached), common=meta)
+        new = new_tokens_config(spec, absorbed, meta, chip)
+        assert new is not None
+        for dtype in ("bfloat16", "float32"):
+            before = dataclasses.replace(absorbed, dtype=dtype, out_dtype="float32")
+            among = for_packed_keys(new, dtype, chip.generation)
+            assert among.tile_tokens == new.tile_tokens  # that of the work list
+            for config in (before, among):
+                assert not supports(config, chip=chip.generation), (chip, config)
 
 
 def test_refuses_keys_on_several_ranks():
