@@ -96,8 +96,8 @@ def transposed_heads(original):
 def no_rescale(original):
     """The old accumulator is not rescaled to the new maximum."""
 
-    def mutant(m, logits):
-        new, alpha, p = original(m, logits)
+    def mutant(m, logits, *more):
+        new, alpha, p = original(m, logits, *more)
         return new, jnp.ones_like(alpha), p
 
     return mutant
