@@ -13,7 +13,8 @@ from jattn.ops.quantised import QuantisedArray
 from pallas_kernels.gpu.packed_product_config import PackedProductConfig
 from pallas_kernels.gpu.packed_wgmma_config import PackedWgmmaConfig
 
-BY_NAME = {way.name: way for way in product_ops.IMPLEMENTATIONS if way.name != "cpu_packed"}
+PACKED = ("cpu_packed", "gpu_packed")  # they take quantised matrices only
+BY_NAME = {way.name: way for way in product_ops.IMPLEMENTATIONS if way.name not in PACKED}
 
 
 def draw(seed: int, shape: tuple[int, ...], dtype="float32") -> jax.Array:
