@@ -192,8 +192,8 @@ def test_derivatives_and_vmap(activation, monkeypatch):
         assert found.dtype == jnp.bfloat16 and error < 2e-2
     both = jax.vmap(gated, (0, None, None))(jnp.stack([x, 2 * x]), gate, up)
     assert (96, 256) in calls
-    for y, given in zip(both, (x, 2 * x), strict=True):
-        np.testing.assert_array_equal(y, gated(given, gate, up))
+    for y, given in zip(both, (x, 2 * x), strict=True):  # both are compiled: step by step, XLA's tanh has other bits
+        np.testing.assert_array_equal(y, jax.jit(gated)(given, gate, up))
 
 
 @pytest.mark.parametrize("rows", [200, 256, 8192])
