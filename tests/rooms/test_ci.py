@@ -146,3 +146,15 @@ def test_every_test_that_needs_libtpu_is_in_ci():
     needing = [path for path in tests.rglob("test_*.py") if re.search(r"skipif\(not aot\.available", path.read_text())]
     assert needing
     assert [path.name for path in needing if path.name not in RUN.read_text()] == []
+
+
+def test_every_test_that_needs_jax_0_12_is_in_ci():
+    """Older versions skip them, and the quick subset, which has the newest, leaves them out."""
+    tests, named = RUN.parents[1] / "tests", "".join(re.findall(r"^since_012.*", RUN.read_text(), re.MULTILINE))
+    why = (
+        r"gpu_interpreted import INTERPRETS|not INTERPRETS, reason=WHY|recorded with JAX"
+        r"|skipif\(jax.__version_info__ < VMAPS_SINCE"
+    )
+    needing = [path for path in tests.rglob("test_*.py") if path.stem != "test_ci" and re.search(why, path.read_text())]
+    assert needing
+    assert [path.name for path in needing if path.name not in named] == []
