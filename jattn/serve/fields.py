@@ -53,7 +53,7 @@ class ParsedEmbeddings:
 
 def parse_embeddings(body: dict[str, Any]) -> ParsedEmbeddings:
     """The body of POST /v1/embeddings."""
-    values = _read(body, EMBEDDING_FIELDS)
+    values = _read(body, EMBEDDING_FIELDS, UNSUPPORTED_EMBEDDING_FIELDS)
     if "input" not in values:
         raise BadRequestError("input=None must be text, token ids, or a list of either", "input")
     return ParsedEmbeddings(
@@ -68,7 +68,7 @@ def parse_embeddings(body: dict[str, Any]) -> ParsedEmbeddings:
 
 def parse_completion(body: dict[str, Any], default_max_tokens: int) -> ParsedBody:
     """The body of POST /v1/completions."""
-    values = _read(body, COMPLETION_FIELDS)
+    values = _read(body, COMPLETION_FIELDS, UNSUPPORTED_COMPLETION_FIELDS)
     if "prompt" not in values:
         raise BadRequestError("prompt=None must be text, token ids, or a list of either", "prompt")
     sampling = dict(max_tokens=values.get("max_tokens", default_max_tokens), logprobs=values.get("logprobs"))
@@ -79,7 +79,7 @@ def parse_chat(
     body: dict[str, Any], template: ChatTemplate | None, tokenizer: Tokenizer | None, max_model_len: int
 ) -> ParsedBody:
     """The body of POST /v1/chat/completions, its messages rendered and tokenised."""
-    values = _read(body, CHAT_FIELDS)
+    values = _read(body, CHAT_FIELDS, UNSUPPORTED_CHAT_FIELDS)
     if template is None or tokenizer is None:
         missing = "chat template" if template is None else "tokenizer"
         raise BadRequestError(f"this model's folder has no {missing}; use /v1/completions", "messages")
@@ -89,7 +89,7 @@ def parse_chat(
     if len(max_tokens) > 1:
         raise BadRequestError("max_tokens and max_completion_tokens differ; give one", "max_tokens")
     wants_logprobs = values.get("logprobs", False)
-    if "top_logprobs" in values and not wants_logprobs:
+    if values.get("top_logprobs") and not wants_logprobs:
         raise BadRequestError("top_logprobs needs logprobs=true", "top_logprobs")
     if values.get("tools") and body.get("parallel_tool_calls") is False:
         raise BadRequestError("parallel_tool_calls=false is not supported", "parallel_tool_calls")
@@ -161,7 +161,9 @@ def _user(values: dict[str, Any]) -> str | None:
     return values.get("safety_identifier", values.get("user"))
 
 
-def _read(body: dict[str, Any], fields: dict[str, readers.Reader]) -> dict[str, Any]:
+def _read(
+    body: dict[str, Any], fields: dict[str, readers.Reader], unsupported: dict[str, tuple[Any, ...]]
+) -> dict[str, Any]:
     """The values of the fields that are present. One error names everything that is wrong."""
     values, problems = {}, {}
     for name, value in body.items():
@@ -172,9 +174,9 @@ def _read(body: dict[str, Any], fields: dict[str, readers.Reader]) -> dict[str, 
                 values[name] = fields[name](value)
             except readers.InvalidValueError as error:
                 problems[name] = f"{name}={short(value)} must be {error}"
-        elif name not in UNSUPPORTED_FIELDS:
+        elif name not in unsupported:
             problems[name] = f"the field {short(name)} is unknown: {_instead(name, fields)}"
-        elif value is not None and not any(_is_same(value, neutral) for neutral in UNSUPPORTED_FIELDS[name]):
+        elif value is not None and not any(_is_same(value, neutral) for neutral in unsupported[name]):
             other = f", or use {USE_INSTEAD[name]}" if USE_INSTEAD.get(name) in fields else ""
             problems[name] = f"{name}={short(value)} is not supported: leave it out{other}"
     if problems:
@@ -243,14 +245,42 @@ EMBEDDING_FIELDS = dict(
 TEMPLATE_ARGUMENTS = ("tools", "documents", "add_generation_prompt", "continue_final_message")
 """Fields of a chat that are arguments of ChatTemplate.render under the same name."""
 
-UNSUPPORTED_FIELDS: dict[str, tuple] = dict(
+OPENAI_FIELDS: dict[str, tuple[Any, ...]] = dict(
     echo=(False,), best_of=(1,), suffix=("",), logit_bias=({},), tools=([],), tool_choice=("none", "auto"),
     response_format=({"type": "text"},), functions=([],), function_call=("none", "auto"),
     parallel_tool_calls=(True, False), modalities=(["text"],), audio=(), metadata=({},), store=(False,),
     service_tier=("auto", "default"), prediction=(), reasoning_effort=(), verbosity=(), web_search_options=(),
     moderation=(), prompt_cache_key=(), prompt_cache_options=(), prompt_cache_retention=(),
 )  # fmt: skip
-"""Fields of the interface that are not supported -> values that change nothing, which are accepted."""
+"""Fields of OpenAI's interface that are not supported -> values that change nothing, which are accepted."""
+
+VLLM_FIELDS: dict[str, tuple[Any, ...]] = dict(
+    truncate_prompt_tokens=(), truncation_side=(), priority=(0,), request_id=(),
+)  # fmt: skip
+"""The same of vLLM's bodies, of every path. The values that change nothing are its defaults: clients may send them."""
+
+VLLM_GENERATION_FIELDS: dict[str, tuple[Any, ...]] = VLLM_FIELDS | dict(
+    use_beam_search=(False,), length_penalty=(1.0, 1), min_tokens=(0,), skip_special_tokens=(True,),
+    spaces_between_special_tokens=(True,), prompt_logprobs=(), logprob_token_ids=(), allowed_token_ids=(),
+    bad_words=([],), logits_processors=([],), structured_outputs=(), guided_json=(), guided_regex=(),
+    guided_choice=(), guided_grammar=(), guided_decoding_backend=(), guided_whitespace_pattern=(), structural_tag=(),
+    session_id=(), return_tokens_as_token_ids=(False,), return_token_ids=(False,), kv_transfer_params=(),
+    ec_transfer_params=(), vllm_xargs=({},), repetition_detection=(), thinking_token_budget=(-1,), stream_interval=(),
+)  # fmt: skip
+"""Those of completions and chats."""
+
+UNSUPPORTED_COMPLETION_FIELDS = (
+    OPENAI_FIELDS | VLLM_GENERATION_FIELDS | dict(add_special_tokens=(True,), prompt_embeds=())
+)
+UNSUPPORTED_CHAT_FIELDS = OPENAI_FIELDS | VLLM_GENERATION_FIELDS | dict(
+    add_special_tokens=(False,), include_reasoning=(True,), chat_template=(), mm_processor_kwargs=(),
+    media_io_kwargs=(), return_prompt_text=(False,),
+)  # fmt: skip
+UNSUPPORTED_EMBEDDING_FIELDS = OPENAI_FIELDS | VLLM_FIELDS | dict(
+    add_special_tokens=(True,), mm_processor_kwargs=(), cache_salt=(), padding=("do_not_pad",), use_activation=(),
+    normalize=(), embed_dtype=("float32",), endianness=("native", "little"), additional_data=(),
+)  # fmt: skip
+"""All that a path refuses by name. A chat's template writes the special tokens; for other texts the tokenizer does."""
 
 PATHS = dict(prompt="/v1/completions", messages="/v1/chat/completions", input="/v1/embeddings")
 """Fields that every body of one path has, and no other."""

@@ -111,7 +111,7 @@ def prompts(value: Any) -> Prompts:
 def stream_options(value: Any) -> dict[str, bool]:
     if not isinstance(value, dict):
         raise InvalidValueError("an object")
-    readers = dict(include_usage=boolean, include_obfuscation=_false)
+    readers = dict(include_usage=boolean, include_obfuscation=_false, continuous_usage_stats=_false)
     if unknown := [name for name in value if name not in readers]:
         raise InvalidValueError(f"without {short(unknown[0])}, which is unknown")
     return {name: readers[name](option) for name, option in value.items() if option is not None}
@@ -119,7 +119,7 @@ def stream_options(value: Any) -> dict[str, bool]:
 
 def _false(value: Any) -> bool:
     if value is not False:
-        raise InvalidValueError("without include_obfuscation, which is not supported")
+        raise InvalidValueError("without include_obfuscation and continuous_usage_stats, which are not supported")
     return value
 
 

@@ -53,6 +53,8 @@ KEYS = [
     "response_format",
     "parallel_tool_calls", "modalities", "audio", "metadata", "store", "service_tier", "reasoning_effort",
     "prediction", "documents", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+    "add_special_tokens", "min_tokens", "skip_special_tokens", "bad_words", "length_penalty", "guided_json",
+    "vllm_xargs", "priority",
 ]  # fmt: skip
 
 

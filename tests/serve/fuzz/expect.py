@@ -114,7 +114,7 @@ def _is_consistent(body, is_chat) -> bool:
         return False
     if is_chat:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
-        told = "top_logprobs" not in body or body.get("logprobs") is True
+        told = not body.get("top_logprobs") or body.get("logprobs") is True
         taken = {"messages", "tools", "documents", "add_generation_prompt"} & set(body.get("chat_template_kwargs", ()))
         if body.get("tools") and body.get("parallel_tool_calls") is False:
             return False
@@ -186,7 +186,11 @@ def _are_stops(v) -> bool:
 
 
 def _are_options(v) -> bool:
-    known = {"include_usage": (True, False, None), "include_obfuscation": (False, None)}
+    known = {
+        "include_usage": (True, False, None),
+        "include_obfuscation": (False, None),
+        "continuous_usage_stats": (False, None),
+    }
     return isinstance(v, dict) and all(
         name in known and any(value is each for each in known[name]) for name, value in v.items()
     )
@@ -238,7 +242,7 @@ COMMON = dict(
     user=_is_text,
     safety_identifier=_is_text,
 )
-COMPLETION = dict(prompt=_is_prompt, logprobs=_whole(0, 20))
+COMPLETION = dict(prompt=_is_prompt, logprobs=_whole(0, 20), add_special_tokens=lambda v: v is True)
 CHAT = dict(
     messages=lambda v: isinstance(v, list) and bool(v) and all(map(_is_message, v)),
     max_completion_tokens=_whole(1, INT32),
@@ -250,10 +254,12 @@ CHAT = dict(
     continue_final_message=_is_bool,
     reasoning_effort=_is_text,
     chat_template_kwargs=lambda v: isinstance(v, dict),
+    add_special_tokens=lambda v: v is False,
 )
 NO_EFFECT = dict(
     echo=[False], best_of=[1], suffix=[""], logit_bias=[{}], tools=[[]], functions=[[]], metadata=[{}], store=[False],
     tool_choice=["none", "auto"], function_call=["none", "auto"], parallel_tool_calls=[True, False],
     response_format=[{"type": "text"}], modalities=[["text"]], service_tier=["auto", "default"],
-    audio=[], prediction=[], reasoning_effort=[],
+    audio=[], prediction=[], reasoning_effort=[], min_tokens=[0], skip_special_tokens=[True], bad_words=[[]],
+    length_penalty=[1.0, 1], guided_json=[], vllm_xargs=[{}], priority=[0],
 )  # fmt: skip
