@@ -1,4 +1,4 @@
-"""What the applications share: the API key, errors as JSON, the routes of models and health, and disconnects."""
+"""What the applications share: the API key, errors as JSON, the routes of models, health and version."""
 
 import asyncio
 import contextlib
@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+import jattn
 from jattn.errors.arguments import short
 from jattn.serve import errors
 from jattn.serve.body import ParserThreads
@@ -25,6 +26,9 @@ log = logging.getLogger("jattn.serve")
 
 CLIENT_DISCONNECTED = 499
 """Status in the log if the client has closed the connection."""
+
+OPEN_PATHS = ("/health", "/version")
+"""Paths that need no API key."""
 
 
 class ServingLoop(Protocol):
@@ -66,11 +70,12 @@ class Handlers:
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def routes(self) -> list[Route]:
-        """The routes of models and health."""
+        """The routes of models, health and version."""
         return [
             Route("/v1/models", self.guarded(self.models)),
             Route("/v1/models/{name:path}", self.guarded(self.model)),
             Route("/health", self.health),
+            Route("/version", self.version),
         ]
 
     def guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable:
@@ -98,12 +103,15 @@ class Handlers:
         healthy = self.loop.healthy
         return errors.json_response({"status": "ok" if healthy else "stopped"}, 200 if healthy else 503)
 
+    async def version(self, request: Request) -> Response:
+        return errors.json_response({"version": jattn.__version__})
+
     async def http_exception(self, request: Request, error: Exception) -> Response:
         """The router's 404 and 405 as JSON. Without the API key it is a 401, which does not show what paths exist."""
         assert isinstance(error, HTTPException)
         path = request.scope["path"]  # of the router; request.url leaves out tabs and line breaks
         try:
-            if path != "/health":
+            if path not in OPEN_PATHS:
                 self.check_api_key(request)
         except errors.InvalidApiKeyError as invalid:
             return errors.response_of(invalid)

@@ -8,6 +8,7 @@ import numpy as np
 import openai
 import pytest
 
+import jattn
 from jattn import Embedder, models
 from jattn.models.dense import DenseLayer
 from jattn.text import ByteTokenizer
@@ -134,11 +135,12 @@ def test_the_other_routes_and_errors_are_its_neighbours(served):
     _, url = served
     assert refused(send(url, input="x", model="other"), 404, "model")["code"] == "model_not_found"
     error = refused(CLIENT.post(f"{url}/v1/completions", json={"prompt": "x"}), 404)
-    assert error["message"].endswith("this server has /v1/embeddings, /v1/models, /v1/models/{name}, /health")
+    assert error["message"].endswith("this server has /v1/embeddings, /v1/models, /v1/models/{name}, /health, /version")
     refused(CLIENT.get(f"{url}/v1/embeddings"), 405)
     refused(CLIENT.post(f"{url}/v1/embeddings", content=b"{"), 400)
     assert CLIENT.get(f"{url}/v1/models").json()["data"][0]["max_model_len"] == 64
     assert CLIENT.get(f"{url}/health").json() == {"status": "ok"}
+    assert CLIENT.get(f"{url}/version").json() == {"version": jattn.__version__}
     with serving(make_embedder(), api_key="secret") as (_, _, guarded):
         refused(send(guarded, input="x"), 401)
 

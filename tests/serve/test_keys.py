@@ -4,8 +4,9 @@ import json
 
 import pytest
 
+import jattn
 from jattn.serve import ServerOptions
-from tests.serve.running import connection, post, serving, until_closed
+from tests.serve.running import answered, connection, post, serving, until_closed
 
 GOOD = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
 KEY = "schlüssel-ß"
@@ -43,11 +44,20 @@ def test_a_key_may_come_in_latin_1(keyed):
         assert until_closed(peer).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("path", ["/nowhere", "/hea%09lth", "/health%3Fx", "/health/"])
+@pytest.mark.parametrize("path", ["/nowhere", "/hea%09lth", "/health%3Fx", "/health/", "/version/", "/versions"])
 def test_a_path_that_does_not_exist_needs_the_key_too(keyed, path):
     for host in ("x", "x/health?"):
         with connection(keyed, f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()) as peer:
             assert until_closed(peer).startswith(b"HTTP/1.1 401")
+
+
+@pytest.mark.parametrize("headers", ["", "Authorization: Bearer wrong\r\n", f"Authorization: Bearer {KEY}\r\n"])
+def test_the_version_needs_no_key(keyed, headers):
+    for method, status in (("GET", 200), ("POST", 405)):
+        head = f"{method} /version HTTP/1.1\r\nHost: x\r\n{headers}\r\n"
+        with connection(keyed, head.encode()) as peer:
+            found, said = answered(peer)
+        assert found == status and (said == {"version": jattn.__version__}) == (status == 200)
 
 
 @pytest.fixture(scope="module")
