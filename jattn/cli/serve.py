@@ -47,6 +47,13 @@ def add(commands) -> None:
     group.add_argument("--model-name", help="what clients call the model (default: the folder's name)")
     group.add_argument("--api-key-env", metavar="NAME", help="require the API key in this environment variable")
     group.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let pages of this origin, such as https://chat.example, call the server (CORS); repeatable; *: all",
+    )
+    group.add_argument(
         "--max-body-bytes",
         type=int,
         help="maximum size of a request's body in bytes (default: 1048576, of embeddings 8388608)",
@@ -98,6 +105,7 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
     server = ServerOptions(
         model_name=name,
         api_key=key,
+        allow_origins=tuple(args.allow_origin),
         max_body_bytes=max_body_bytes(args),
         max_queue=args.max_queue,
         max_connections=args.max_connections,

@@ -1,4 +1,4 @@
-"""What the applications share: the API key, errors as JSON, the routes of models, health and version."""
+"""What the applications share: the API key, CORS, errors as JSON, the routes of models, health and version."""
 
 import asyncio
 import contextlib
@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -159,12 +160,27 @@ def make_application(handlers: Handlers, routes: Sequence[Route]) -> Starlette:
     app = Starlette(
         routes=[*routes, *handlers.routes()],
         lifespan=lifespan,
-        middleware=[Middleware(RequestMiddleware, is_closing=lambda: not loop.healthy)],
+        middleware=[*_cors(handlers.options), Middleware(RequestMiddleware, is_closing=lambda: not loop.healthy)],
         exception_handlers={HTTPException: handlers.http_exception},
     )
     app.router.redirect_slashes = False
     app.state.loop = loop
     return app
+
+
+def _cors(options: ServerOptions) -> list[Middleware]:
+    """Around RequestMiddleware: a preflight is no request, and each response has the headers, errors too."""
+    if not options.allow_origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=options.allow_origins,
+            allow_methods=("GET", "HEAD", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    ]
 
 
 async def unless_disconnected(request: Request, work: Awaitable) -> Any:

@@ -2,16 +2,24 @@
 
 import dataclasses
 import math
+import re
+from collections.abc import Sequence
 
 from jattn.engine.params import is_encodable
+
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
+"""The form of a browser's header Origin: scheme, host, and the port unless it is the scheme's default."""
+
+DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """What a server is called, its API key, its limits (counts or bytes) and its time-outs (seconds)."""
+    """What a server is called, who may call it, its limits (counts or bytes) and its time-outs (seconds)."""
 
     model_name: str = "jattn"
     api_key: str | None = None
+    allow_origins: Sequence[str] = ()  # whose pages may call the server (CORS); "*": all
     max_body_bytes: int = 1 << 20
     max_queue: int = 256  # sequences running or waiting: prompts x n of every accepted body; of embeddings: bodies
     max_prompts: int = 64  # in one body
@@ -50,8 +58,29 @@ class ServerOptions:
             reasons.append(f"model_name={self.model_name!a} must be non-empty text")
         if self.api_key is not None and not _is_header_value(self.api_key):
             reasons.append("api_key must be text without spaces at its ends and without control characters")
+        reasons += _origin_reasons(self.allow_origins)
         if reasons:
             raise ValueError("; ".join(reasons))
+
+
+def _origin_reasons(origins: object) -> list[str]:
+    """A sentence for each mistake: one that never matches would be ignored."""
+    if not isinstance(origins, (list, tuple)):
+        return [f"allow_origins={origins!a} must be a list of origins"]
+    wanted = (
+        "must be '*' or an origin as browsers send it: scheme://host or scheme://host:port, in lower case, without "
+        "a path and without the scheme's default port"
+    )
+    return [f"allow_origins: {each!a} {wanted}" for each in origins if each != "*" and not _is_origin(each)]
+
+
+def _is_origin(text: object) -> bool:
+    """Can it be equal to a browser's header Origin?"""
+    match = ORIGIN.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return False
+    scheme, port = match[1], int(match[2] or 0)
+    return port < 1 << 16 and port != DEFAULT_PORTS.get(scheme)
 
 
 def _is_header_value(text: object) -> bool:

@@ -14,4 +14,5 @@ def test_the_commands_defaults_are_those_of_the_library():
     args, options = vars(parsed), vars(ServerOptions())
     shared = set(args) & set(options) - {"model_name"}
     assert {name: args[name] for name in shared} == {name: options[name] for name in shared}
-    assert set(options) - shared == {"model_name", "api_key", "max_prompts", "max_inputs", "default_max_tokens"}
+    own = {"model_name", "api_key", "allow_origins", "max_prompts", "max_inputs", "default_max_tokens"}
+    assert set(options) - shared == own
