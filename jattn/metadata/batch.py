@@ -291,7 +291,8 @@ class CommonAttentionMetadata:
             changes["causal_per_request"] = None if is_one_bool else _CAUSAL("causal", causal)
         if changes.keys() & {"query_start_loc", "seq_lens", "block_table"}:
             changes = dict(is_all_new=False) | changes
-        if "query_start_loc" in changes:
+        has_other_size = np.shape(changes.get("slot_mapping", self.slot_mapping)) != np.shape(self.slot_mapping)
+        if "query_start_loc" in changes or has_other_size:
             changes = dict(token_is_row=False) | changes
         if "block_table" in changes:
             changes = dict(common_prefix_len=None) | changes

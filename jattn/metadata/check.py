@@ -17,7 +17,8 @@ def _with_pages(name: str, cache_spec):
 
 @takes(meta=BATCH, cache_spec=_with_pages)
 def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentionMetadata:
-    """Raise ValueError unless query_start_loc ascends, lengths fit the block table and used blocks are in the pool.
+    """Raise ValueError unless query_start_loc ascends, lengths fit the block table and used blocks are in the pool; or
+    if token_is_row is True though it does not hold.
 
     Returns meta. cache_spec: None leaves out the checks of blocks and slots.
     """
@@ -31,6 +32,11 @@ def check_host(meta: CommonAttentionMetadata, cache_spec=None) -> CommonAttentio
         raise ValueError(f"query_start_loc={start} must start at 0 and not descend")
     if start[-1] > meta.num_tokens:
         raise ValueError(f"query_start_loc ends at {start[-1]}, past the {meta.num_tokens} packed tokens")
+    if meta.token_is_row and not (len(seq) == meta.num_tokens and (query[: start[-1]] == 1).all()):
+        raise ValueError(
+            f"meta.token_is_row is True, but the {meta.num_tokens} tokens of requests with query_lens={query} are not "
+            "one for each of the first requests; leave it False, and requests are searched for"
+        )
     causal = np.broadcast_to(np.asarray(meta.causal), seq.shape)
     _first(causal & (seq < query), lambda r: f"request {r}: seq_len={seq[r]} is less than query_len={query[r]}")
     if meta.final_seq_lens is not None:
