@@ -75,8 +75,8 @@ def measure_floor(problem: Problem, top_k: int, top_p: float, timed: bool = True
 
 
 def measure_choice(problem: Problem, params: SamplingParams, timed: bool = True) -> dict:
-    """The row of a rule that all rows have. differ: rows of which XLA alone draws another token, because of two sums
-    that are about equal, or of a token at the edge of a top_p."""
+    """The figures of a rule that all rows have. differ: the rows of which XLA alone draws another token. They are few:
+    two sums are about equal, or a token is at the edge of a top_p."""
     x, rows = problem.logits(), problem.rows
     rules = rules_of_batch([rules_of(params, seed, (), 10) for seed in range(rows)], rows)
     history = np.random.default_rng(1).integers(0, problem.vocab, (rows, HISTORY), np.int32)

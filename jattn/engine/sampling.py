@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jattn import device
 from jattn.engine.likeliest import likeliest
 from jattn.engine.params import MAX_LOGPROBS
-from jattn.engine.sampling_floor import has_kernel, ordered_bits, sampling_floor
+from jattn.engine.sampling_floor import has_kernels, ordered_bits, sampling_floor
 from jattn.types import AnyArray, pytree
 from pallas_kernels.cpu.native import library, ops
 from pallas_kernels.gpu import draw_sm80 as gpu_draw
@@ -34,7 +34,8 @@ NOISE_SETTINGS = dict(
 compute."""
 
 IN_PROMPT = 1 << 30
-"""A token of the prompt, where tokens of the output are counted: one array of R vocab numbers instead of two."""
+"""The bit that marks a token of the prompt; the bits below it count the token in the output. One array i32[R vocab]
+holds both, where two would be written and read."""
 
 STOP_IDS = 8
 """The number of stop tokens of a row that the device checks. The host checks all of them."""
@@ -117,8 +118,8 @@ def choose(
     """(a token i32[R] for each row, `sampled` with the step's log-probabilities if those are needed), from logits
     f32[R vocab].
 
-    rows: as they were in step 0. recent: i32[S R], the tokens of the rows between `penalties` and step 0; negative ones
-    are unused. sampled: of the steps before.
+    rows: as they were in step 0. recent: i32[S R], tokens of the rows before step 0 that the history of `penalties`
+    lacks; negative ones are unused. sampled: of the steps before this one.
     map_rows: if each device has a part of the vocabulary. No operation then gathers the logits: for a draw, and for the
     likeliest tokens, devices exchange them, so that each has some rows.
 
@@ -135,12 +136,12 @@ def choose(
         after = jax.lax.cond(needs.history, lambda: penalised(logits, history()), lambda: logits)
         tokens = jax.lax.cond(needs.draws, drawn, greedy, after)
 
-        def put():
-            told = _logprobs(logits, tokens, sampled.top_tokens.shape[-1], map_rows)
-            put_one = lambda every, one: jax.lax.dynamic_update_index_in_dim(every, one, step, 0)
-            return tuple(map(put_one, of_steps, told))
+        def with_this_step():
+            of_step = _logprobs(logits, tokens, sampled.top_tokens.shape[-1], map_rows)
+            put = lambda every, one: jax.lax.dynamic_update_index_in_dim(every, one, step, 0)
+            return tuple(map(put, of_steps, of_step))
 
-        return tokens, jax.lax.cond(needs.logprobs, put, lambda: of_steps)
+        return tokens, jax.lax.cond(needs.logprobs, with_this_step, lambda: of_steps)
 
     branches = (
         lambda: (greedy(logits), of_steps),
@@ -149,14 +150,13 @@ def choose(
     )
     # One switch of three branches, not two nested ones: on a GPU each switch waits for its condition.
     tokens, (logprobs, top_tokens, top_logprobs) = jax.lax.switch(needs.branch(), branches)
-    told = dict(logprobs=logprobs, top_tokens=top_tokens, top_logprobs=top_logprobs)
-    return tokens, dataclasses.replace(sampled, **told)
+    return tokens, dataclasses.replace(sampled, logprobs=logprobs, top_tokens=top_tokens, top_logprobs=top_logprobs)
 
 
 def _logprobs(
     logits: jax.Array, tokens: jax.Array, top: int, map_rows: MapRows | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(logprobs, top_tokens, top_logprobs) of one step of Sampled."""
+    """(logprobs, top_tokens, top_logprobs) as in Sampled, of one step: without its first axis."""
     of_rows = lambda logits, _: likeliest(logits, top)
     values, top_tokens = of_rows(logits, None) if map_rows is None else map_rows(of_rows, logits, ())
     largest = values[:, :1]
@@ -214,9 +214,9 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
     rows, width = penalties.history.shape
     live = penalties.history >= 0
     is_output = live & (jnp.arange(width)[None] >= penalties.prompt_len[:, None])
-    where = lambda mask: (jnp.arange(rows)[:, None], jnp.where(mask, penalties.history, logits.shape[-1]))
-    marks = jnp.zeros(logits.shape, jnp.int32).at[where(live & ~is_output)].max(IN_PROMPT, mode="drop")
-    marks = marks.at[where(is_output)].add(1, mode="drop")
+    tokens_in = lambda part: (jnp.arange(rows)[:, None], jnp.where(part, penalties.history, logits.shape[-1]))
+    marks = jnp.zeros(logits.shape, jnp.int32).at[tokens_in(live & ~is_output)].max(IN_PROMPT, mode="drop")
+    marks = marks.at[tokens_in(is_output)].add(1, mode="drop")
     seen, counts = marks > 0, marks & (IN_PROMPT - 1)
     factor = penalties.repetition[:, None]
     logits = jnp.where(seen, jnp.where(logits > 0, logits / factor, logits * factor), logits)
@@ -227,20 +227,21 @@ def penalised(logits: jax.Array, penalties: Penalties) -> jax.Array:
 def _sample(logits: jax.Array, rows: SamplingRows) -> jax.Array:
     """i32[R] a token drawn for each row; for a greedy row the likeliest; or BAD_TOKEN.
 
-    The same tokens in each way, but of two sums that differ by the rounding of a logarithm either may be the largest.
+    The C++ function, the GPU's launches and XLA draw the same tokens, except where rounding decides: of two sums that
+    are about equal either may be the largest, and a token at the edge of a cut may be kept or not.
     """
     args = logits, rows, jax.vmap(_row_key)(rows.seed, rows.position)
     if not _has_jax_noise():
         return _sample_by_xla(*args)
     if _has_library():
         return jax.lax.platform_dependent(*args, cpu=_sample_by_library, default=_sample_by_xla)
-    if has_kernel():
+    if has_kernels():
         return jax.lax.platform_dependent(*args, cuda=_sample_by_launches, default=_sample_by_xla)
     return _sample_by_xla(*args)
 
 
 def _has_jax_noise() -> bool:
-    """Whether the C++ function and the GPU's kernel compute JAX's noise."""
+    """Whether JAX's settings are those with which the C++ function and the GPU's kernel compute its noise."""
     return all(getattr(jax.config, name) == value for name, value in NOISE_SETTINGS.items())
 
 
@@ -260,6 +261,7 @@ def _sample_by_library(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -
 
 
 def _sample_by_launches(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
+    """By two kernels of the GPU. Both scale the logits as they read them, so that no scaled logit is written."""
     scaling = _scaling(logits, rows)
     floor = gpu_floor.sampling_floor(logits, scaling, rows.top_k, rows.top_p)
     drawn = gpu_draw.draw(logits, scaling, floor, jax.random.key_data(keys))
@@ -267,8 +269,8 @@ def _sample_by_launches(logits: jax.Array, rows: SamplingRows, keys: jax.Array) 
 
 
 def _sample_by_xla(logits: jax.Array, rows: SamplingRows, keys: jax.Array) -> jax.Array:
-    """Scaled logits are computed twice, for the floor and for the draw: an array of R vocab numbers that only a batch
-    with top_k or top_p writes, and none reads back."""
+    """By XLA alone. Scaled logits are computed twice, for the floor and for the draw: XLA computes the second with the
+    noise, and writes no array of R vocab numbers. The first is written, but only in a batch with top_k or top_p."""
     scaling = _scaling(logits, rows)
     floor = jax.lax.cond(
         jnp.any((rows.top_k > 0) | (rows.top_p < 1)),

@@ -19,14 +19,14 @@ def sampling_floor(scaled: jax.Array, top_k: AnyArray, top_p: AnyArray) -> jax.A
     Kept are the top_k most likely tokens, and of these the fewest that reach top_p of their sum. Ties are kept.
     scaled: f32[R vocab], the logits minus the maximum of their row. A row's floor depends on that row only.
     """
-    if not has_kernel():
+    if not has_kernels():
         return by_bisection(scaled, top_k, top_p)
     by_launch = lambda scaled, *cuts: gpu.sampling_floor(scaled, Scaling.none(len(scaled)), *cuts)
     return jax.lax.platform_dependent(scaled, top_k, top_p, cuda=by_launch, default=by_bisection)
 
 
-def has_kernel() -> bool:
-    """Has the default device the GPU's kernels for choosing tokens?"""
+def has_kernels() -> bool:
+    """Whether the default device is a GPU for which the kernels of the floor and of the draw are written."""
     generation = device.detect().generation
     return generation == "sm_90" or (generation in CHIPS and jax.__version_info__ >= WARPS_SINCE)
 

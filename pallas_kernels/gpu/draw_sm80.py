@@ -1,8 +1,8 @@
 """A token drawn for each row: that with the largest sum of scaled logit and noise, among those that are kept.
 
 The noise of a token is jax.random.gumbel's for the row's key: threefry of the token's number, of which two logarithms
-are taken. That is 100 instructions; a warp computes them only for numbers of which it keeps one. A row is divided
-among CTAs. What a row draws depends on that row alone: a sum does not depend on who computes it.
+are taken. That is 100 instructions for each token, so a warp leaves them out where none of its 32 tokens is kept. A row
+is divided among CTAs. What a row draws depends on that row alone: a sum is the same in whatever CTA it is computed.
 """
 
 import functools
@@ -25,14 +25,13 @@ THREADS, WARPS = 128, 4
 VALUES = 8  # logits that a thread loads before it uses the first
 CTAS = 2048  # of all rows, about: 16 on each of 128 multiprocessors
 ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)
-PARITY = 0x1BD11BDA  # of threefry's third key
+PARITY = 0x1BD11BDA  # the third word of threefry's key is this, xor the other two
 _LOG_2 = 0.6931471805599453
 _LOG_1P = (
     -0.12948908, 0.1400476, -0.12167168, 0.1400116, -0.16682304, 0.20010747, -0.24999717, 0.3333321, -0.5
 )  # fmt: skip
 """P in log(1 + f) = f + f f P(f), |f| up to 1 / 3, the highest power first; fitted for the least relative error."""
-_TWO_THIRDS = 0x3F2AAAAB  # the bits of the smallest m, where x = m 2 ** e
-_VOTE = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
+_TWO_THIRDS = 0x3F2AAAAB  # the bits of 2 / 3: log takes x as m 2 ** e with m from here up to 4 / 3
 
 
 def parts_of(rows: int, vocab: int) -> tuple[int, int]:
@@ -90,10 +89,9 @@ def _best_of_thread(row: LogitRow, floor, key, first, size: int):
 
     def step(values, numbers, best):
         for x, number in zip(values, numbers, strict=True):
-            is_kept = not_less(words.ordered(arith.addf(x, ptx.f32(0.0))), floor)  # -0 becomes 0
+            is_kept = not_less_unsigned(words.ordered(arith.addf(x, ptx.f32(0.0))), floor)  # -0 becomes 0
             is_kept = arith.andi(is_kept, greater(x, ptx.f32(-np.inf)))
-            votes = ptx.asm_value(_VOTE, "=r,r", ptx.bool_to_i32(is_kept))
-            some = ptx.less_unsigned(ptx.i32(0), votes)
+            some = ptx.less_unsigned(ptx.i32(0), words.votes(is_kept))
             best = control.where(some, lambda: _with_noise(x, number, is_kept, key, best), best)  # noqa: B023
         return best
 
@@ -168,6 +166,6 @@ def log(x):
     return ptx.fma(power, ptx.f32(_LOG_2), ptx.fma(polynomial, arith.mulf(f, f), f))
 
 
-def not_less(a, b):
-    """a >= b, of i32 without a sign."""
+def not_less_unsigned(a, b):
+    """a >= b, of i32 as numbers without a sign."""
     return ptx.equal(ptx.bool_to_i32(ptx.less_unsigned(a, b)), ptx.i32(0))

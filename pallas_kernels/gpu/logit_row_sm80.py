@@ -17,26 +17,26 @@ _LOAD_FOUR = (
     " mov.f32 $3, 0fFF800000; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }"
 )
 LOAD_ONE = "{ .reg .pred p; setp.ne.u32 p, $2, 0; mov.f32 $0, 0fFF800000; @p ld.f32 $0, [$1]; }"
-"""PTX: the f32 at an address, or -inf without the predicate."""
+"""PTX: the f32 at an address of either memory, or -inf if the condition is 0."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Scaling:
-    """What makes scaled logits of the logits of each row, f32[R] each. -inf where they are below `least`."""
+    """How a draw scales the logits of each row: (logit - largest) / temperature, or -inf if that is below `least`."""
 
-    largest: jax.Array  # the row's maximum
-    temperature: jax.Array
-    least: jax.Array  # the logarithm of min_p
+    largest: jax.Array  # f32[R] the row's maximum
+    temperature: jax.Array  # f32[R] above 0
+    least: jax.Array  # f32[R] the logarithm of min_p
 
     @classmethod
     def none(cls, rows: int) -> "Scaling":
-        """Of logits that are scaled already."""
+        """That of logits that are scaled already: it changes none."""
         zeros = jnp.zeros(rows, jnp.float32)
         return cls(zeros, zeros + 1, jnp.full_like(zeros, -math.inf))
 
     def scaled(self, logits: jax.Array) -> jax.Array:
-        """By XLA, which divides. The kernels multiply by the reciprocal: some of theirs differ in the last bit."""
+        """f32[R vocab], by XLA. It divides; the kernels multiply by the reciprocal, so that some last bits differ."""
         # The maximum is subtracted first, so a small temperature can overflow to -inf only, which is never drawn.
         scaled = (logits - self.largest[:, None]) / self.temperature[:, None]
         return jnp.where(scaled < self.least[:, None], -jnp.inf, scaled)
@@ -49,7 +49,7 @@ class LogitRow:
     vocab: int
     logits: object
     largest: object
-    factor: object  # 1 / temperature: a division of each logit would take longer than all else that the floor needs
+    factor: object  # 1 / temperature. Dividing each logit would take longer than all else that finding the floor does
     least: object
 
     @classmethod

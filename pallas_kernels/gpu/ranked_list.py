@@ -92,11 +92,9 @@ def _tiles(query_start_loc, query_lens, seq_lens, num_tokens, config, causal, ra
 
 
 def _weights(nrows, config):
-    """What a block costs of tiles with so many rows."""
-    of_short = config.short_weight
-    if config.narrow_rows:
-        of_short = jnp.where(nrows <= config.narrow_rows, config.narrow_weight, config.short_weight)
-    return jnp.where(nrows <= SHORT_ROWS, of_short, config.long_weight)
+    """i32[n] what one key block costs of tiles with `nrows` i32[n] rows."""
+    weights = jnp.where(nrows <= SHORT_ROWS, config.short_weight, config.long_weight)
+    return jnp.where(nrows <= config.narrow_rows, config.narrow_weight, weights) if config.narrow_rows else weights
 
 
 def _assign(info, cost, config) -> GpuWorkList:

@@ -39,7 +39,6 @@ MOST_CANDIDATES = WARPS * LISTED // 2  # of all lists: warps do not have equally
 _BINS_OF_THREAD = BINS // THREADS
 _MAGIC, _MAGIC_BITS = 2.0**23, 0x4B000000  # a float32 plus 2**23 has been rounded to an integer, in its low bits
 _SIGN = -(2**31)  # the bit, as i32; as ordered bits the number 0
-_VOTES = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
 _COUNT = "{ .reg .pred p; setp.ne.u32 p, $1, 0; @p red.shared.add.u32 [$0], 1; }"
 
 
@@ -274,7 +273,7 @@ def _fill_lists(row: _Row, first, last):
             is_before = ptx.less(number, first)
             before = arith.addf(before, arith.select(is_before, weight, ptx.f32(0.0)))
             chosen.append(_all(_is_finite(x), _is_between(number, first, last)))
-        some = _not(ptx.equal(_votes(functools.reduce(arith.ori, chosen)), ptx.i32(0)))
+        some = _not(ptx.equal(words.votes(functools.reduce(arith.ori, chosen)), ptx.i32(0)))
         append = lambda n, one: _append(row, n, *one)
         append_all = lambda: functools.reduce(append, zip(values, chosen, strict=True), count)
         return before, control.where(some, append_all, count)
@@ -298,16 +297,11 @@ def _candidates(row: _Row, is_row, count):
 
 def _append(row: _Row, count, x, is_chosen):
     """Adds the logits of the lanes with `is_chosen` to the warp's list of `count`. Returns its new count."""
-    votes = _votes(is_chosen)
+    votes = words.votes(is_chosen)
     place = ptx.add(count, words.ones(arith.andi(votes, words.lower_lanes(row.lane))))
     fits = ptx.bool_to_i32(_all(is_chosen, ptx.less(place, ptx.i32(LISTED))))
     ptx.store_if(ptx.add(_own_list(row), ptx.mul(place, 4)), fits, x, kind="f32", space="shared")
     return ptx.add(count, words.ones(votes))
-
-
-def _votes(condition):
-    """The bit of each lane of the warp for which the condition holds."""
-    return ptx.asm_value(_VOTES, "=r,r", ptx.bool_to_i32(condition))
 
 
 def _own_list(row: _Row):

@@ -33,10 +33,10 @@ kernels with long tiles. CTAs that have only short units beside others that comp
 11 and 4, and with these: 42 decodes and two chunks of heads of 256 275 and 186; 100 decodes and a chunk of 8 heads on
 one kv head 105 and 83; 153 decodes and a chunk of heads of 256 with a window 321 and 274; 16 chunks of 128 tokens with
 heads of 64 248 and 257.
-Over 8 bits narrow tiles cost 4 a block as before, for 6 would slow long decodes down (333 to 388); the end of a chunk,
-which is a short tile and not narrow, costs 7. us with 4, with 7, and FlashAttention-3's: 90 decodes and a chunk of 88
-tokens after 23000 with heads of 64 158, 104, 122; 120 and one of 100 after 20000 157, 114, 182; 70 and three chunks
-203, 152, 254; heads of 256, which have no narrow tiles, 42 and two chunks 336, 255, 359."""
+Over 8 bits narrow tiles cost 4 a block (narrow_weight): with 6 long decodes take 388 instead of 333. The end of a
+chunk, which is a short tile and not narrow, costs 7. us with 4, with 7, and FlashAttention-3's: 90 decodes and a chunk
+of 88 tokens after 23000 with heads of 64 158, 104, 122; 120 and one of 100 after 20000 157, 114, 182; 70 and three
+chunks 203, 152, 254; heads of 256, which have no narrow tiles, 42 and two chunks 336, 255, 359."""
 
 UNITS_PER_CTA = 3
 """From so many units for each CTA on, each computing warpgroup has a pipeline and units of its own, so that the end of

@@ -49,6 +49,12 @@ def ones(word):
     return ptx.asm_value("popc.b32 $0, $1;", "=r,r", word, pure=True)
 
 
+def votes(condition):
+    """A word with the bits of the lanes of the warp for which the condition, an i1, holds. All lanes must be there."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
+    return ptx.asm_value(text, "=r,r", ptx.bool_to_i32(condition))
+
+
 def lower_lanes(lane):
     """A word with the bits of the lanes before this one."""
     return arith.subi(arith.shli(ptx.i32(1), lane), ptx.i32(1))

@@ -262,6 +262,7 @@ def test_of_rows_with_a_token_each_positions_need_no_search(live):
 
 @pytest.mark.parametrize(("query_lens", "num_tokens"), [([2, 1], 3), ([1, 0, 1], 3), ([1, 1], 3)])
 def test_check_host_finds_tokens_that_are_not_their_rows(query_lens, num_tokens):
-    meta = CommonAttentionMetadata.from_lengths(query_lens, [5, 5, 5][: len(query_lens)], None, 4, num_tokens=num_tokens)
+    lens = [5] * len(query_lens)
+    meta = CommonAttentionMetadata.from_lengths(query_lens, lens, None, 4, num_tokens=num_tokens)
     with pytest.raises(ValueError, match="token_is_row is True, but .* leave it False"):
         check_host(check_host(meta).replace(token_is_row=True))

@@ -124,7 +124,7 @@ def test_logarithms_of_every_size():
 @pytest.mark.parametrize("changed", [None, ("jax_default_prng_impl", "rbg"), ("jax_threefry_partitionable", False)])
 def test_a_draw_on_hopper_is_two_launches_if_its_noise_is_the_default(monkeypatch, changed):
     monkeypatch.setattr(device, "detect", lambda: device.Chip("gpu", "sm_90"))
-    assert sampling_floor.has_kernel()
+    assert sampling_floor.has_kernels()
     rows = sampling_rows([SamplingParams(top_p=0.9)] * 2, [1, 2], [0, 0], [1, 1], [(), ()], 2)
     before = changed and getattr(jax.config, changed[0])
     try:
