@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from tests.kernels.gpu import (
+    test_draw,
     test_expert_packed,
     test_expert_product,
     test_lowering,
@@ -19,6 +20,7 @@ LOWERINGS = {
     "many rows": lambda: test_many_rows.test_it_lowers_for_cuda("q, k and v of Llama 8B", 200),
     "packed": lambda: test_packed_wgmma.test_it_lowers_for_cuda("AWQ", 2),
     "packed experts": lambda: test_expert_packed.test_it_lowers_for_cuda("olmoe", "NVFP4", 2, 300),
+    "draws": test_draw.launches_of_a_draw_on_hopper,
     "experts": lambda: test_expert_product.test_it_lowers_for_cuda("qwen3_30b", False, 64),
 }
 
