@@ -122,5 +122,5 @@ def test_every_case_of_the_attention_kernel_is_a_variant():
     assert {f"attention {case.name}" for case in cases.CHECKED} <= names
     assert {name.split()[0] for name in names} == {
         "attention", "warp", "few", "mla", "write", "packed8", "packed70", "many_rows", "experts",
-        "sampling_floor", "layer_tail", "tail_norms_after", "tail_pairs", "mixture", "control",
+        "draw", "sampling_floor", "layer_tail", "tail_norms_after", "tail_pairs", "mixture", "control",
     }  # fmt: skip
