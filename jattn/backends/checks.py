@@ -3,6 +3,9 @@
 `metadata.check_host` checks the values of a batch on the host: ascending starts, block ids inside the pool, and so on.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +19,19 @@ from jattn.errors import MissingMetadataError, UnsupportedError
 from jattn.errors.arguments import as_array, check_kind, integer, integers, is_float, kind
 from jattn.metadata import CommonAttentionMetadata
 from jattn.metadata.attention_type import keys_of
-from jattn.metadata.batch import check_block_size, in_int32
+from jattn.metadata.batch import PER_REQUEST
+from jattn.metadata.batch_checks import check_block_size
 from jattn.metadata.check import check_per_request
 from jattn.mla_spec import MLASpec
 from jattn.spec import AttentionParams, AttentionSpec
 from jattn.types import AttentionType, Feature
 from pallas_kernels.algebra import quant
 
+_INDICES = integers()
+_INDEX_FIELDS = (
+    *("query_start_loc", "slot_mapping", "num_reqs", "num_actual_tokens", "logits_indices", "common_prefix_len"),
+    *(name for name in PER_REQUEST if name != "causal_per_request"),
+)
 _CACHE_FIELDS = (
     *("num_blocks", "block_size", "num_kv_heads", "head_dim", "v_head_dim"),
     *("dtype", "physical_layout", "quant"),
@@ -107,7 +116,7 @@ def with_padding_row(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
 def check_lengths(spec: AttentionSpec | MLASpec, meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
     """Return the batch with integers of int32; its lengths of queries and keys must be vectors of matching sizes."""
     check_kind("meta", meta, CommonAttentionMetadata, "make one with CommonAttentionMetadata.from_lengths(...)")
-    meta = in_int32(meta)
+    meta = _in_int32(meta)
     for batch in (meta, keys_of(meta, spec.attn_type)):
         _VECTOR("meta.query_start_loc", batch.query_start_loc)
         _VECTOR("meta.seq_lens", batch.seq_lens)
@@ -341,3 +350,15 @@ def _rows(name: str, x, heads: int, dim: int) -> None:
         raise ValueError(f"{name}.shape={x.shape} is flattened; pass {name}.reshape(-1, {heads}, {dim})")
     if x.ndim != 3 or x.shape[1:] != (heads, dim):
         raise ValueError(f"{name}.shape={x.shape} must be [T, {heads}, {dim}]: tokens, heads, head dim of the spec")
+
+
+def _in_int32(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
+    """The batch with int32 in place of other integers: `replace` takes any, and with jax_enable_x64 JAX makes int64."""
+    changed: dict[str, Any] = {}
+    for name in _INDEX_FIELDS:
+        value = getattr(meta, name)
+        if value is not None and getattr(value, "dtype", None) != np.int32:
+            changed[name] = _INDICES(f"meta.{name}", value)
+    if meta.cross is not None and (cross := _in_int32(meta.cross)) is not meta.cross:
+        changed["cross"] = cross
+    return dataclasses.replace(meta, **changed) if changed else meta

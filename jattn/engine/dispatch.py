@@ -51,7 +51,7 @@ class Model:
     def last_logits(self, params, caches, token_ids, metas):
         """(caches, f32[R vocab] of each row's last token)."""
         meta = metas[0] if len(metas) == 1 else metas
-        options: dict[str, Any] = dict(backend=self.backend, logits_at=metas[0].logits_at_last_token())
+        options = dict(backend=self.backend, logits_at=metas[0].logits_at_last_token())
         if self.model_mesh is not None:
             options["model_mesh"] = self.model_mesh
         caches, logits = self.forward(self.config, params, token_ids, caches, meta, **options)

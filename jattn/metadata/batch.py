@@ -5,13 +5,13 @@ hold any value: no result depends on them. Arrays made on the host are numpy arr
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors.arguments import INT32, as_array, booleans, integer, integers, kind, optional, takes
+from jattn.metadata.batch_checks import check_block_size, check_grows
 from jattn.metadata.buckets import power_of_two, query_len_bound
 from jattn.metadata.host import array_module, extended, is_traced, minimum
 from jattn.metadata.lengths import (
@@ -382,41 +382,4 @@ BATCH = kind(CommonAttentionMetadata, way_out="make one with CommonAttentionMeta
 """A rule of jattn.errors.arguments: a batch."""
 
 FIELDS = tuple(field.name for field in dataclasses.fields(CommonAttentionMetadata))
-_CAUSAL, _INDICES = booleans(1), integers()
-_INDEX_FIELDS = (
-    *("query_start_loc", "slot_mapping", "num_reqs", "num_actual_tokens", "logits_indices", "common_prefix_len"),
-    *(name for name in PER_REQUEST if name != "causal_per_request"),
-)
-
-
-def check_block_size(meta: CommonAttentionMetadata, block_size: int, of: str = "block_size") -> int:
-    """Return the block size; ValueError if the batch has no block table, or one for blocks of another size."""
-    if meta.block_table is None:
-        raise ValueError("meta.block_table is None: this needs the blocks of a cache; give from_lengths block_table=")
-    if meta.block_size not in (None, block_size):
-        raise ValueError(
-            f"{of}={block_size} but the batch was made for blocks of meta.block_size={meta.block_size} tokens: "
-            f"its slots are in other blocks; make the batch with block_size={block_size}"
-        )
-    return block_size
-
-
-def check_grows(meta: CommonAttentionMetadata) -> None:
-    """ValueError if a field counts the keys of this step only: with one more token it would hide the last key."""
-    if meta.dcp_local_seq_lens is not None:
-        raise ValueError(
-            "meta.dcp_local_seq_lens counts this step's keys: give the next batch its own, or leave it None, and each "
-            "rank counts its keys itself"
-        )
-
-
-def in_int32(meta: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    """The batch with int32 in place of other integers: `replace` takes any, and with jax_enable_x64 JAX makes int64."""
-    changed: dict[str, Any] = {}
-    for name in _INDEX_FIELDS:
-        value = getattr(meta, name)
-        if value is not None and getattr(value, "dtype", None) != np.int32:
-            changed[name] = _INDICES(f"meta.{name}", value)
-    if meta.cross is not None and (cross := in_int32(meta.cross)) is not meta.cross:
-        changed["cross"] = cross
-    return dataclasses.replace(meta, **changed) if changed else meta
+_CAUSAL = booleans(1)

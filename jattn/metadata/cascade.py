@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jattn.errors.arguments import boolean, integer, integers, short, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
+from jattn.metadata.batch_checks import check_block_size
 from jattn.metadata.host import array_module, is_traced
 from jattn.types import NULL_BLOCK_ID, PAD_SLOT_ID, AnyArray
 from pallas_kernels.algebra.paging import cdiv

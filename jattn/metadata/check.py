@@ -3,7 +3,8 @@
 import numpy as np
 
 from jattn.errors.arguments import integers, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
+from jattn.metadata.batch_checks import check_block_size
 from pallas_kernels.algebra.paging import cdiv
 
 _HOST = integers(1, host="call check_host before device_put, never inside jit")

@@ -19,7 +19,7 @@ from pallas_kernels.algebra.paging import cdiv
 from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import words_sm80 as words
-from pallas_kernels.gpu.logit_row_sm80 import LogitRow, Scaling, greater
+from pallas_kernels.gpu.logit_row_sm80 import LogitRow, Scaling, greater, is_finite, ordered_bits
 
 THREADS, WARPS = 128, 4
 VALUES = 8  # logits that a thread loads before it uses the first
@@ -89,8 +89,7 @@ def _best_of_thread(row: LogitRow, floor, key, first, size: int):
 
     def step(values, numbers, best):
         for x, number in zip(values, numbers, strict=True):
-            is_kept = not_less_unsigned(words.ordered(arith.addf(x, ptx.f32(0.0))), floor)  # -0 becomes 0
-            is_kept = arith.andi(is_kept, greater(x, ptx.f32(-np.inf)))
+            is_kept = arith.andi(ptx.negated(ptx.less_unsigned(ordered_bits(x), floor)), is_finite(x))
             some = ptx.less_unsigned(ptx.i32(0), words.votes(is_kept))
             best = control.where(some, lambda: _with_noise(x, number, is_kept, key, best), best)  # noqa: B023
         return best
@@ -164,8 +163,3 @@ def log(x):
     for coefficient in _LOG_1P[1:]:
         polynomial = ptx.fma(polynomial, f, ptx.f32(coefficient))
     return ptx.fma(power, ptx.f32(_LOG_2), ptx.fma(polynomial, arith.mulf(f, f), f))
-
-
-def not_less_unsigned(a, b):
-    """a >= b, of i32 as numbers without a sign."""
-    return ptx.equal(ptx.bool_to_i32(ptx.less_unsigned(a, b)), ptx.i32(0))

@@ -94,5 +94,15 @@ class LogitRow:
         return control.loop(ptx.i32(turns), carry, several)
 
 
+def ordered_bits(x):
+    """As in jattn/engine/sampling_floor.py: -0 becomes 0; then the sign, or all bits of a negative one, are flipped."""
+    return words.ordered(arith.addf(x, ptx.f32(0.0)))
+
+
+def is_finite(x):
+    """Of a number that is not positive."""
+    return greater(x, ptx.f32(-math.inf))
+
+
 def greater(a, b):
     return arith.cmpf(arith.CmpFPredicate.OGT, a, b)

@@ -151,6 +151,11 @@ def equal(a, b):
     return arith.cmpi(arith.CmpIPredicate.eq, a, b)
 
 
+def negated(pred):
+    """i1: the opposite."""
+    return equal(bool_to_i32(pred), i32(0))
+
+
 def bool_to_i32(pred):
     """i1 -> i32, since inline PTX takes no predicates."""
     return arith.extui(int_type(), pred)

@@ -98,7 +98,7 @@ def _job(sizes: RotateWrite, first, rows, cos, sin, slots, k_pool, v_pool, out):
         if s.v_head_dim != s.head_dim:
             v_head, v_inside = ptx.divided(job, s.v_head_dim // JOB_SIZE)
             head, inside = arith.select(is_value, v_head, head), arith.select(is_value, v_inside, inside)
-        turns = arith.andi(_not(is_value), ptx.less(inside, ptx.i32(s.dim // JOB_SIZE)))
+        turns = arith.andi(ptx.negated(is_value), ptx.less(inside, ptx.i32(s.dim // JOB_SIZE)))
         # The two chunks of the job within its row.
         low = arith.select(turns, inside, arith.addi(inside, inside))
         high = arith.addi(low, arith.select(turns, ptx.i32(s.dim // JOB_SIZE), ptx.i32(1)))
@@ -143,12 +143,8 @@ def _zero(array, size: int, cta):
     zero(array, jnp.int32(cta))
 
 
-def _not(pred):
-    return ptx.equal(ptx.bool_to_i32(pred), ptx.i32(0))
-
-
 def _or(a, b):
-    return _not(arith.andi(_not(a), _not(b)))
+    return ptx.negated(arith.andi(ptx.negated(a), ptx.negated(b)))
 
 
 def _bytes(base, token, stride: int, chunk):

@@ -27,7 +27,7 @@ from jax._src.lib.mlir.dialects import arith
 from pallas_kernels.gpu import control_sm80 as control
 from pallas_kernels.gpu import ptx_sm90 as ptx
 from pallas_kernels.gpu import words_sm80 as words
-from pallas_kernels.gpu.logit_row_sm80 import LOAD_ONE, LogitRow, Scaling, greater
+from pallas_kernels.gpu.logit_row_sm80 import LOAD_ONE, LogitRow, Scaling, greater, is_finite, ordered_bits
 
 WARPGROUPS = 4
 WARPS, THREADS = 4 * WARPGROUPS, 128 * WARPGROUPS
@@ -120,20 +120,20 @@ def _store_floor(row: _Row):
 def _floor(row: _Row, top_k, has_top_k, top_p, has_top_p):
     """i32: the floor of a row that has a top_k or a top_p."""
     finite, total = _fill_bins(row)
-    has_top_k = _all(has_top_k, _not(ptx.less(finite, top_k)))  # otherwise it keeps all that can be drawn
+    has_top_k = _all(has_top_k, ptx.negated(ptx.less(finite, top_k)))  # otherwise it keeps all that can be drawn
     needed = arith.mulf(top_p, total)
     first, last = _bins_of_floor(row, top_k, has_top_k, needed)
-    first, last = control.where(_not(has_top_k), lambda: _narrowed(row, first, last, needed), (first, last))
+    first, last = control.where(ptx.negated(has_top_k), lambda: _narrowed(row, first, last, needed), (first, last))
     before, candidates = _fill_lists(row, first, last)
 
     def by_top_k():
-        kth = _largest(row, candidates, last, lambda count, _: _not(ptx.less(count, top_k)))
+        kth = _largest(row, candidates, last, lambda count, _: ptx.negated(ptx.less(count, top_k)))
         count, mass = _from_key(row, candidates, ptx.add(kth, ptx.i32(1)))
         ties = _to_float(arith.subi(top_k, count))
-        return kth, arith.mulf(top_p, ptx.fma(ties, ptx.exp(_logit(kth)), mass))
+        return kth, arith.mulf(top_p, ptx.fma(ties, ptx.exp(words.float_of_ordered(kth)), mass))
 
     kth, needed = control.where(has_top_k, by_top_k, (ptx.i32(0), needed))
-    is_reached = lambda _, mass: _not(greater(needed, arith.addf(before, mass)))
+    is_reached = lambda _, mass: ptx.negated(greater(needed, arith.addf(before, mass)))
     by_top_p = lambda: arith.maxui(kth, _largest(row, candidates, ptx.i32(0), is_reached))
     return arith.minui(control.where(has_top_p, by_top_p, kth), ptx.i32(_SIGN))  # that of the largest logit, 0
 
@@ -151,7 +151,7 @@ def _fill_bins(row: _Row):
     def count(values, sums):
         finite, total = sums
         for x in values:
-            finite = ptx.add(finite, ptx.bool_to_i32(_is_finite(x)))
+            finite = ptx.add(finite, ptx.bool_to_i32(is_finite(x)))
             number = _bin(x)
             place, inside = ptx.add(row.bins, ptx.mul(number, 4)), ptx.less(number, ptx.i32(BINS))
             total = arith.addf(total, arith.select(inside, ptx.exp(x), ptx.f32(0.0)))
@@ -232,7 +232,7 @@ def _narrowed(row: _Row, first, last, needed):
 
         def add(values, mass):
             for x in values:
-                inside = _not(ptx.less(middle, _bin(x)))
+                inside = ptx.negated(ptx.less(middle, _bin(x)))
                 mass = arith.addf(mass, arith.select(inside, ptx.exp(x), ptx.f32(0.0)))
             return mass
 
@@ -248,7 +248,7 @@ def _sums_before(row: _Row, count, mass):
     """The sums of i32 `count` and f32 `mass` over the threads before this one."""
     values = [count, mass]
     for distance in (1, 2, 4, 8, 16):
-        exists = _not(ptx.less(row.lane, ptx.i32(distance)))
+        exists = ptx.negated(ptx.less(row.lane, ptx.i32(distance)))
         values = [_sum(x, _of_lane_before(x, distance, exists)) for x in values]
     is_last = ptx.bool_to_i32(ptx.equal(row.lane, ptx.i32(31)))
     of_warps = _exchange(row, values, is_last)
@@ -272,8 +272,8 @@ def _fill_lists(row: _Row, first, last):
             number, weight = _bin(x), ptx.exp(x)
             is_before = ptx.less(number, first)
             before = arith.addf(before, arith.select(is_before, weight, ptx.f32(0.0)))
-            chosen.append(_all(_is_finite(x), _is_between(number, first, last)))
-        some = _not(ptx.equal(words.votes(functools.reduce(arith.ori, chosen)), ptx.i32(0)))
+            chosen.append(_all(is_finite(x), _is_between(number, first, last)))
+        some = ptx.negated(ptx.equal(words.votes(functools.reduce(arith.ori, chosen)), ptx.i32(0)))
         append = lambda n, one: _append(row, n, *one)
         append_all = lambda: functools.reduce(append, zip(values, chosen, strict=True), count)
         return before, control.where(some, append_all, count)
@@ -342,8 +342,8 @@ def _largest(row: _Row, candidates: _Candidates, last_bin, holds):
     which is a candidate of `last_bin` or below. The least one's if it never holds."""
 
     def widen(x, there, ends):
-        key = _ordered_bits(x)
-        is_one = _all(there, _not(ptx.less(_bin(x), last_bin)))
+        key = ordered_bits(x)
+        is_one = _all(there, ptx.negated(ptx.less(_bin(x), last_bin)))
         low, high = arith.select(is_one, key, ptx.i32(-1)), arith.select(is_one, key, ptx.i32(0))
         return arith.minui(ends[0], low), arith.maxui(ends[1], high)
 
@@ -364,7 +364,7 @@ def _from_key(row: _Row, candidates: _Candidates, least):
     """(count, sum of exponentials) of the candidates whose ordered bits are `least` or more."""
 
     def step(x, there, sums):
-        is_counted = _all(there, _not(ptx.less_unsigned(_ordered_bits(x), least)))
+        is_counted = _all(there, ptx.negated(ptx.less_unsigned(ordered_bits(x), least)))
         weight = arith.select(is_counted, ptx.exp(x), ptx.f32(0.0))
         return ptx.add(sums[0], ptx.bool_to_i32(is_counted)), arith.addf(sums[1], weight)
 
@@ -412,33 +412,12 @@ def _bin(x):
     return arith.minui(arith.subi(number, ptx.i32(_MAGIC_BITS)), ptx.i32(BINS))
 
 
-def _ordered_bits(x):
-    """As in jattn/engine/sampling_floor.py: -0 becomes 0; then the sign, or all bits of a negative one, are flipped."""
-    return words.ordered(arith.addf(x, ptx.f32(0.0)))
-
-
-def _logit(ordered_bits):
-    """The f32 with these ordered bits."""
-    flipped = arith.xori(arith.shrsi(ordered_bits, ptx.i32(31)), ptx.i32(-1))
-    word = arith.xori(ordered_bits, arith.ori(flipped, ptx.i32(_SIGN)))
-    return ptx.asm_value("mov.b32 $0, $1;", "=f,r", word, pure=True)
-
-
 def _to_float(integer):
     return ptx.asm_value("cvt.rn.f32.s32 $0, $1;", "=f,r", integer, pure=True)
 
 
-def _is_finite(x):
-    """Of a number that is not positive."""
-    return greater(x, ptx.f32(-math.inf))
-
-
 def _is_between(number, first, last):
-    return _all(_not(ptx.less(number, first)), _not(ptx.less(last, number)))
-
-
-def _not(condition):
-    return ptx.equal(ptx.bool_to_i32(condition), ptx.i32(0))
+    return _all(ptx.negated(ptx.less(number, first)), ptx.negated(ptx.less(last, number)))
 
 
 def _all(*conditions):

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from jattn.errors.arguments import integer, integers, reals, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size, check_grows
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
+from jattn.metadata.batch_checks import check_block_size, check_grows
 from jattn.types import PAD_SLOT_ID
 from pallas_kernels.algebra.paging import slots_of
 

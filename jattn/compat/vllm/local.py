@@ -10,7 +10,8 @@ score_fn.
 """
 
 from jattn.errors.arguments import integer, integers, takes
-from jattn.metadata.batch import BATCH, CommonAttentionMetadata, check_block_size
+from jattn.metadata.batch import BATCH, CommonAttentionMetadata
+from jattn.metadata.batch_checks import check_block_size
 from jattn.metadata.host import array_module, inclusive_sum, on_host, segment_of, starts_of
 from jattn.types import NULL_BLOCK_ID, AnyArray, pytree
 from pallas_kernels.algebra.paging import cdiv

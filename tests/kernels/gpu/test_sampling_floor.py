@@ -179,6 +179,6 @@ def test_the_ordered_bits_of_the_model_are_those_of_the_witness():
     machine = Machine(128, 64)
     with _on_the_model(machine), mock.patch.object(kernel, "arith", Arith):
         wide = np.resize(x, machine.lane.shape).astype(np.float32)
-        bits = kernel._ordered_bits(wide)
+        bits = kernel.ordered_bits(wide)
         assert (bits.view(np.uint32)[: len(x)] == ordered(x)).all()
-        assert (kernel._logit(bits)[: len(x)] == x).all()
+        assert (kernel.words.float_of_ordered(bits)[: len(x)] == x).all()
