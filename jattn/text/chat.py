@@ -93,7 +93,7 @@ class ChatTemplate:
 
     def does_read(self, name: str, tools: Any = None) -> bool:
         """False if the template never names this variable. tools: as in `render`, where they choose the template."""
-        return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", self._source(self._choose(None, tools))) is not None
+        return name in re.findall(r"\w+", self._source(self._choose(None, tools)))
 
     def _choose(self, name: str | None, tools: Any) -> str:
         if self._problem is not None:
