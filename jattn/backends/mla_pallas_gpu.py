@@ -15,10 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jattn.backends.gpu_kernel import usual_query_dtype
 from jattn.backends.gpu_write import write_pages
 from jattn.backends.mla import MLABackend, MLAImpl, MLAMetadataBuilder
 from jattn.backends.mla_gpu_listed import listed_rows
 from jattn.backends.mla_gpu_prefill import prefill_reasons, projected_prefill
+from jattn.backends.mla_gpu_prompts import PromptPlan, prompt_plan
 from jattn.cache import KVCacheSpec, PagedKV
 from jattn.cache.latent import is_wide, latent_pages, row_scales, write_latent
 from jattn.metadata import CommonAttentionMetadata
@@ -37,12 +39,13 @@ from pallas_kernels.gpu.work_list import GpuWorkList, build_work_list
 
 @pytree
 class MLAGpuMetadata(MLAMetadata):
-    """The plan of all requests, and the work list of the short ones."""
+    """The plan of all requests, the work list of the short ones, and the parts of the long ones."""
 
     short: MLAMetadata  # the plan of the short requests as a batch of their own
     work: GpuWorkList
     tokens: AnyArray | None  # i32[n] index of their tokens in the batch; T: padding. None: all requests are short
     requests: AnyArray | None  # i32[R] index of the short requests in the batch; None as above
+    prompts: PromptPlan | None  # of the other requests; None as above, or where the paged kernel cannot serve them
     config: MlaKernelConfig = static()
 
 
@@ -72,10 +75,12 @@ class MLAGpuMetadataBuilder(MLAMetadataBuilder):
             jnp.asarray(short.query_start_loc), jnp.asarray(short.seq_lens), short.num_tokens,
             config.list_of(short.max_num_reqs), None if causal is None else jnp.asarray(causal),
         )  # fmt: skip
-        plan = plan_of(common)
+        plan, prompts, dtype = plan_of(common), None, usual_query_dtype(self.cache_spec)
+        if tokens is not None and not prefill_reasons(spec, dtype):
+            prompts = prompt_plan(spec, dtype, _without_short(plan), self.cache_spec.block_size)
         return MLAGpuMetadata(
             **{field.name: getattr(plan, field.name) for field in dataclasses.fields(plan)}, config=config, work=work,
-            short=plan_of(short), tokens=tokens, requests=requests,
+            short=plan_of(short), tokens=tokens, requests=requests, prompts=prompts,
         )  # fmt: skip
 
     def update_block_table(self, metadata: MLAMetadata, block_table, slot_mapping) -> MLAMetadata:
@@ -117,10 +122,11 @@ class MLAGpuImpl(MLAImpl):
             return super().forward(q, cache, m, params)
         if m.tokens is None:
             return self._short(q, cache, m, params)
-        tokens, long = m.tokens, self._latent.forward
-        if not prefill_reasons(self.spec, q.dtype.name):
-            long = functools.partial(projected_prefill, self._latent)
-        state: Any = long(q, cache, _without_short(m), params)
+        tokens, long = m.tokens, _without_short(m)
+        if prefill_reasons(self.spec, q.dtype.name):
+            state = self._latent.forward(q, cache, long, params)
+        else:
+            state: Any = projected_prefill(self._latent, q, cache, long, params, None, m.prompts)
         short = self._short(q.at[tokens].get(mode="fill", fill_value=0), cache, m, params)
         out, lse = short.out.astype(state.out.dtype), short.lse
         index = jnp.where(tokens < q.shape[0], tokens, q.shape[0] + jnp.arange(tokens.shape[0]))  # no two alike
@@ -165,7 +171,7 @@ class MLAGpuImpl(MLAImpl):
         return state
 
 
-def _without_short(m: MLAGpuMetadata) -> MLAMetadata:
+def _without_short(m: MLAMetadata) -> MLAMetadata:
     """The plan in which the short requests have no queries."""
     batch = m.level.batch
     batch = dataclasses.replace(batch, query_lens=jnp.where(batch.query_lens > MAX_QUERY_LEN, batch.query_lens, 0))

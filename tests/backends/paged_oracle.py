@@ -1,10 +1,14 @@
 """Attention over pages by numpy, in the place of the paged kernel of pallas_kernels.gpu."""
 
+import contextlib
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jattn.backends import mla_gpu_prefill, mla_gpu_prompts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +52,15 @@ def attention_over_pages(q, k, v, table, work, config):
     return out.astype(config.result_dtype), lse
 
 
-INSTEAD = dict(
-    ragged_paged_attention=attention_over_pages,
-    build_work_list=lambda starts, lens, *_, query_lens: Work(starts, query_lens, lens),
-)
-"""Names of a module that launches the kernel -> what computes the same without a GPU."""
+@contextlib.contextmanager
+def by_numpy(**constants):
+    """Long prompts over latents without a GPU. constants: of mla_gpu_prompts, or JOINED, of mla_gpu_prefill."""
+    of_layers = {name: constants.pop(name) for name in ("JOINED",) if name in constants}
+    lists = mock.patch.multiple(mla_gpu_prompts, build_work_list=_work, **constants)
+    layers = mock.patch.multiple(mla_gpu_prefill, ragged_paged_attention=attention_over_pages, **of_layers)
+    with lists, layers:
+        yield
+
+
+def _work(starts, lens, *_, query_lens) -> Work:
+    return Work(starts, query_lens, lens)

@@ -1,4 +1,4 @@
-"""mla_gpu_prefill: the pages of a batch, and long prompts with numpy's attention in the place of the paged kernel."""
+"""Long prompts over latents: their pages, and a layer with numpy's attention in the place of the paged kernel."""
 
 from unittest import mock
 
@@ -9,9 +9,11 @@ import pytest
 
 import jattn
 from jattn import MLAAttention, MLAParams, MLASpec, mla_cache_spec
-from jattn.backends import mla_gpu_prefill
-from jattn.backends.mla_gpu_prefill import pages_of, projected_prefill
-from tests.backends.paged_oracle import INSTEAD
+from jattn.backends import mla_gpu_prefill, mla_gpu_prompts
+from jattn.backends.gpu_kernel import HOPPER
+from jattn.backends.mla_gpu_prefill import projected_prefill
+from jattn.backends.mla_gpu_prompts import pages_of, prompt_plan
+from tests.backends.paged_oracle import by_numpy
 from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
 
@@ -38,8 +40,9 @@ def test_pages_are_those_of_the_requests_end_to_end():
     assert [found[r] for r in range(5)] == [list(range(n)) for n in np.asarray(counts)]
 
 
+@pytest.mark.parametrize("planned", [True, False], ids=["planned", "by itself"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_long_prompt_is_attention_by_its_definition(name):
+def test_a_long_prompt_is_attention_by_its_definition(name, planned):
     size, window, small, joined, given = CASES[name]
     table = poisoned_table(TOTALS, size, 200, 60)
     written = MLAAttention(SPEC, mla_cache_spec(SPEC, 200, size), "mla_sdpa")
@@ -55,10 +58,10 @@ def test_a_long_prompt_is_attention_by_its_definition(name):
     if given:
         new = np.concatenate([np.arange(e - n, e) for e, n in zip(ends, QUERIES, strict=True)])
         rows = tuple(jnp.asarray(np.pad(x[new], ((0, 5), (0, 0)), constant_values=np.nan)) for x in (kv_c * 0.5, k_pe))
-    patches = dict(WINDOW_BYTES=window, SMALL_WINDOW=small, JOINED=joined)
-    with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
+    with by_numpy(WINDOW_BYTES=window, SMALL_WINDOW=small, JOINED=joined):
+        plan = prompt_plan(SPEC, q.dtype.name, m, size) if planned else None
         step = jax.jit(lambda *operands: projected_prefill(written.impl._latent, *operands))
-        state = step(jnp.asarray(q), cache, m, params, rows)
+        state = step(jnp.asarray(q), cache, m, params, rows, plan)
     out, lse = np.asarray(state.out, np.float64), np.asarray(state.lse)
     split = np.split(kv_c * 0.5, ends[:-1]), np.split(k_pe, ends[:-1])
     proj = normal(1, 128, 4, 80) / 12
@@ -71,7 +74,7 @@ def test_a_long_prompt_is_attention_by_its_definition(name):
 @pytest.mark.parametrize("earlier, projected", [(0, 0), (1, 2), (5, 6), (8, 8), (9, 16), (17, 18), (37, 38), (41, 48)])
 def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
     """Pages of a table with room for many more, as an engine's has. A large window has 16 pages, a small one 2."""
-    size, queries, seen = mla_gpu_prefill.PAGE, 20, []
+    size, queries, seen = mla_gpu_prompts.PAGE, 20, []
     plain = MLAAttention(SPEC, mla_cache_spec(SPEC, 200, size), "mla_sdpa")
     params = plain.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 4, 80)))
     meta = jattn.CommonAttentionMetadata.from_lengths([queries], [queries + earlier * size], np.arange(200)[None], size)
@@ -81,9 +84,8 @@ def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
         jax.debug.callback(lambda: seen.append(rows.shape[0]))
         return project(spec, rows, weights)
 
-    patches = dict(LARGE_WINDOW=16, SMALL_WINDOW=2, _project=counted)
     q = jnp.zeros((queries, 4, 96), jnp.bfloat16)
-    with mock.patch.multiple(mla_gpu_prefill, **patches, **INSTEAD):
+    with by_numpy(LARGE_WINDOW=16, SMALL_WINDOW=2), mock.patch.object(mla_gpu_prefill, "_project", counted):
         step = jax.jit(
             lambda q, cache, meta: projected_prefill(plain.impl._latent, q, cache, plain.build(meta), params)
         )
@@ -91,3 +93,15 @@ def test_little_more_is_projected_than_the_earlier_tokens(earlier, projected):
         jax.block_until_ready(state)
         jax.effects_barrier()
     assert sum(rows for rows in seen if rows >= size) == projected * size, "new tokens have small pages of their own"
+
+
+def test_a_layer_makes_no_plan_of_its_own_unless_its_queries_have_another_dtype():
+    """A list is 20 kernels; in each of 27 layers they were most of the program, and of the time to compile it."""
+    mla = MLAAttention(SPEC, mla_cache_spec(SPEC, 40, 16), "mla_pallas_gpu", HOPPER)
+    params = mla.prepare_params(MLAParams(kv_b_proj=normal(1, 128, 4, 80)))
+    meta = jattn.CommonAttentionMetadata.from_lengths([20, 1], [300, 40], poisoned_table([300, 40], 16, 40, 20), 16)
+    with by_numpy(), mock.patch.object(mla_gpu_prefill, "prompt_plan", wraps=prompt_plan) as made:
+        m, cache = mla.build(meta), jax.eval_shape(mla.empty_cache)
+        for dtype, plans in (("bfloat16", 0), ("float16", 1)):
+            jax.eval_shape(mla.attend, jax.ShapeDtypeStruct((21, 4, 96), dtype), cache, m, params)
+            assert made.call_count == plans

@@ -11,9 +11,9 @@ import pytest
 
 import jattn
 from jattn import MLAAttention, MLAParams, MLASpec, device, mla_cache_spec, models
-from jattn.backends import mla_gpu_prefill, mla_pallas_gpu
+from jattn.backends import mla_pallas_gpu
 from jattn.device import Chip
-from tests.backends.paged_oracle import INSTEAD
+from tests.backends.paged_oracle import by_numpy
 from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
 
@@ -106,7 +106,7 @@ def test_a_ragged_batch_is_attention_by_its_definition(queries, cached):
     cache_spec = jattn.KVCacheSpec(head_dim=192, v_head_dim=128, **fields) if wide else split
     few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
     few_ctas = mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas)
-    with few_ctas, mock.patch.multiple(mla_gpu_prefill, **INSTEAD), interpreted():
+    with few_ctas, by_numpy(), interpreted():
         mla = MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER)
         written = MLAAttention(spec, cache_spec, "mla_sdpa")
         cache, table = written.empty_cache(float("nan"), storage="native"), poisoned_table(totals, size, 32, 8)
@@ -145,7 +145,7 @@ def test_rows_of_the_absorbed_form_are_those_of_short_requests(queries, monkeypa
     table, count = poisoned_table(queries, 16, 32, 8), sum(queries)
     meta = jattn.CommonAttentionMetadata.from_lengths(queries, queries, table, 16, num_tokens=count + 5, num_reqs=8)
     q = jnp.asarray(normal(4, count + 5, 16, 96), jnp.bfloat16)
-    with mock.patch.multiple(mla_gpu_prefill, **INSTEAD):
+    with by_numpy():
         state = mla.attend(q, mla.empty_cache(storage="native"), mla.build(meta), params)
     is_short = np.pad(np.repeat([0 < n <= 8 for n in queries], queries), (0, 5))
     np.testing.assert_array_equal(state.out[is_short], (q[..., :48] + 1)[is_short])
@@ -177,7 +177,7 @@ def test_the_gradient_of_a_mixed_batch_is_that_of_mla_sdpa():
     params, q = MLAParams(kv_b_proj=jnp.asarray(normal(1, 128, 16, 80) / 12)), jnp.asarray(normal(4, 10, 16, 96))
     few_ctas = functools.partial(_with_ctas, mla_pallas_gpu.kernel_config)
     few_ctas = mock.patch.object(mla_pallas_gpu, "kernel_config", few_ctas)
-    with few_ctas, mock.patch.multiple(mla_gpu_prefill, **INSTEAD), interpreted():
+    with few_ctas, by_numpy(), interpreted():
         for mla in (MLAAttention(spec, cache_spec, "mla_pallas_gpu", HOPPER), written):
             m = mla.build(jattn.CommonAttentionMetadata.from_lengths([1, 9], [20, 9], table, size))
             loss = lambda q, p, mla=mla, m=m: (mla.attend(q, cache, m, p).out.astype(jnp.float32) ** 2).sum()  # noqa: E731

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jattn import AttentionSpec, CommonAttentionMetadata, KVCacheSpec, MLASpec
-from jattn.backends import gpu_kernel, mla_gpu_prefill
+from jattn.backends import gpu_kernel, mla_gpu_prompts
 from pallas_kernels.algebra.logits import LogitRule
 from pallas_kernels.algebra.mask import MaskRule
 from pallas_kernels.gpu import tile_policy
@@ -367,7 +367,7 @@ def test_two_warpgroups_and_no_weights_first_where_registers_are_equal_shares(mo
     batch = CommonAttentionMetadata.from_lengths([4096], [4096], [list(range(64))], 64)
     config = gpu_kernel.kernel_config(spec, cache, "bfloat16", batch)
     sizes = dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    latent = mla_gpu_prefill.projection_config(MLASpec(num_heads=16, **sizes), "bfloat16", 64)
+    latent = mla_gpu_prompts.projection_config(MLASpec(num_heads=16, **sizes), "bfloat16", 64)
     for found, dim in ((config, 64), (latent, 192)):
         assert (found.computing, found.weights_first, found.head_dim) == (2, False, dim)
 
