@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jattn.engine import warming
+from jattn.engine.shapes import StepShape
 
 ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
 
@@ -148,7 +149,7 @@ def test_an_error_while_programs_compile_does_not_wait_for_the_others(monkeypatc
 
     class Shapes:
         def all(self):
-            return list(range(6))
+            return [StepShape(n, n, True) for n in range(6)]
 
     def interrupt(done, total, what):
         raise KeyboardInterrupt

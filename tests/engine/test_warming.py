@@ -1,6 +1,7 @@
 """Warm-up: what it traces, lowers and compiles, and how often."""
 
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -13,7 +14,7 @@ import jax
 import pytest
 
 from jattn import models
-from jattn.engine import Engine, SamplingParams, dispatch, programs, sampling
+from jattn.engine import Engine, SamplingParams, dispatch, programs, sampling, warming
 from jattn.models import decoder
 from tests.rooms.tree import ROOT
 
@@ -151,3 +152,21 @@ def test_a_dispatch_takes_caches_and_row_state_in_place():
     assert all(leaf.is_deleted() for leaf in before)
     places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(runner._row_state)]
     assert len(set(places)) == len(places)
+
+
+def test_programs_of_prompts_are_compiled_first(monkeypatch):
+    """They take longest, and the first that are lowered compile while the others are lowered."""
+    order, lower, served = [], programs.Programs.lower, engine()
+    padding = functools.partial(warming._padding, served.runner.model, served.shapes)
+    shape_of = {padding(shape).tree: shape for shape in served.shapes.all()}
+
+    def lowering(self, args):
+        order.append(shape_of[args[-1].tree])
+        return lower(self, args)
+
+    monkeypatch.setattr(programs.Programs, "lower", lowering)
+    served.warmup()
+    assert len(order) == len(shape_of)
+    assert [shape.is_decode for shape in order] == sorted(shape.is_decode for shape in order)
+    prompts = [shape.num_tokens for shape in order if not shape.is_decode]
+    assert len(prompts) > 1 and prompts == sorted(prompts, reverse=True)
