@@ -7,10 +7,9 @@ full block is never written again, so there is no copy on write.
 """
 
 import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-
-import numpy as np
 
 from jattn.errors import CacheFullError
 from jattn.types import NULL_BLOCK_ID
@@ -22,7 +21,7 @@ def block_hash(parent: bytes, tokens: Sequence[int]) -> bytes:
     The parent of a sequence's first block is made of the weights' version and the request's salt (tables.py). Requests
     that differ in either share no block.
     """
-    return hashlib.blake2b(np.asarray(tokens, np.int64).tobytes(), key=parent[:64], digest_size=32).digest()
+    return hashlib.blake2b(array("q", tokens).tobytes(), key=parent[:64], digest_size=32).digest()
 
 
 def request_root(salt: bytes, rope_variant: Sequence[int]) -> bytes:

@@ -1,0 +1,39 @@
+"""The models of benchmarks.gpu.whole_models in their small form, and the floor beside which a trace stands."""
+
+import jax
+import numpy as np
+
+from benchmarks import records
+from benchmarks.gpu import served, trace, whole_models
+from jattn import models
+
+
+def test_a_small_model_is_served_and_its_row_kept(tmp_path):
+    assert whole_models.main(["--small", "--only", "gemma3_12b", "--out", str(tmp_path)]) == 0
+    (row,) = records.read(tmp_path / "whole_models.jsonl")
+    assert row["output_tokens"] == sum(new for _, new in trace.SMALL_TRACE.work(512)) and row["compiled_later"] == 0
+    assert 0 < row["share_of_floor"] == row["floor_seconds"] / row["seconds"] and row["ready_seconds"] > 0
+
+
+def test_a_token_is_multiplied_by_the_experts_that_it_chooses():
+    fields = whole_models.CONFIGS["qwen3_30b"] | whole_models.SMALL
+    config = models.config_of(fields)
+    params = jax.eval_shape(lambda: served.weights_of(served.Case("qwen3_30b", 2), config))
+    attention = 128 * (4 + 2 + 2) * 32 + 4 * 32 * 128  # q, k, v and the output
+    of_experts = 3 * 128 * fields["moe_intermediate_size"] * fields["num_experts_per_tok"]
+    router = 128 * fields["num_experts"]
+    assert whole_models.used_numbers(config, params) == 2 * (attention + of_experts + router)
+
+
+def test_the_floor_of_decodes_is_reading_or_multiplying():
+    config = models.config_of(whole_models.CONFIGS["llama_8b"] | whole_models.SMALL)
+    params = served.weights_of(served.Case("llama_8b", 2), config)
+    found = whole_models.floor_of(config, params, [([1] * 10, 5), ([1] * 20, 3)], 2)
+    numbers = whole_models.used_numbers(config, params)
+    keys = 11 + 12 + 13 + 14 + 21 + 22  # of the steps after each prompt's own
+    assert found["floor_steps"] == 4
+    np.testing.assert_allclose(found["floor_kv_seconds"], keys * 2 * 2 * 2 * 32 * 2 / whole_models.READ_RATE)
+    np.testing.assert_allclose(found["floor_prompts_seconds"], 30 * 2 * numbers / whole_models.MULTIPLY_RATE)
+    longest = max(found["floor_weights_seconds"], found["floor_products_seconds"])
+    rest = found["floor_kv_seconds"] + found["floor_prompts_seconds"]
+    np.testing.assert_allclose(found["floor_seconds"], longest + rest)
