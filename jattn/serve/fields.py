@@ -96,8 +96,10 @@ def parse_chat(
     if body.get("tool_choice") == "none":
         values.pop("tools", None)
     values = {name: value for name, value in values.items() if name not in ("tools", "documents") or value}
-    variables = {name: values[name] for name in ("reasoning_effort",) if name in values}
-    variables |= values.get("chat_template_kwargs", {})
+    variables = dict(values.get("chat_template_kwargs", {}))
+    if "reasoning_effort" in values:
+        if variables.setdefault("reasoning_effort", values["reasoning_effort"]) != values["reasoning_effort"]:
+            raise BadRequestError("reasoning_effort differs in chat_template_kwargs; give one", "reasoning_effort")
     arguments = {name: values[name] for name in TEMPLATE_ARGUMENTS if name in values}
     try:
         text = template.render(values["messages"], variables=variables, **arguments)
@@ -118,14 +120,19 @@ def parse_chat(
 
 def _check_is_read(template: ChatTemplate, values: dict[str, Any]) -> None:
     """Refuse fields for the template that it does not read: they would be ignored."""
-    given = [(name, name, name) for name in ("tools", "documents", "reasoning_effort") if name in values]
+    is_read = lambda variable: template.does_read(variable, values.get("tools"))
+    unread = [
+        (name, name) for name in ("tools", "documents", "reasoning_effort") if name in values and not is_read(name)
+    ]
     for name in values.get("chat_template_kwargs", {}):
-        given.append((name, f"chat_template_kwargs: {short(name)}", "chat_template_kwargs"))
-    for name, words, param in given:
-        if not template.does_read(name, values.get("tools")):
-            other = ', or send tool_choice="none"' if name == "tools" else ""
-            message = f"{words}: this model's chat template does not read it: leave it out{other}"
-            raise BadRequestError(message, param)
+        if not is_read(name):
+            unread.append(("chat_template_kwargs", f"chat_template_kwargs[{short(name)}]"))
+    if unread:
+        way_out = ' (or, for tools, send tool_choice="none")' if unread[0] == ("tools", "tools") else ""
+        names = ", ".join(name for _, name in unread)
+        raise BadRequestError(
+            f"this model's chat template does not read {names}: leave that out{way_out}", unread[0][0]
+        )
 
 
 def check_length(text: str, max_model_len: int, param: str) -> None:

@@ -1,14 +1,13 @@
 """Chat templates: messages to one prompt."""
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jattn.errors.arguments import BYTES, check_kind, short
 from jattn.models.files import is_there, read_json, read_text
-from jattn.text.renderer import render
+from jattn.text.renderer import Inspection, inspect, render
 from jattn.text.special import read_special_tokens
 from jattn.text.tokenizer import Tokenizer
 
@@ -21,8 +20,6 @@ MARK = "THE-LAST-MESSAGE-IS-CONTINUED-FROM-HERE "
 """Appended to a message that is continued, to find its end in the prompt. Its last space shows if that is trimmed."""
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables that `render` sets from its arguments."""
-ASKS_FOR_NULL = re.compile(r"\bcontent\b['\"]?\]?\s+is\s+(not\s+)?none\b")
-"""In a template that writes the calls of a message whose content is null, such as DeepSeek's."""
 MAX_DEPTH = 64
 """Nesting of lists and objects in a template's input."""
 
@@ -46,7 +43,7 @@ class ChatTemplate:
     ):
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._variables, self._where, self._problem = dict(variables or {}), where, problem
-        self._ask_for_null = {name for name, text in self._sources.items() if ASKS_FOR_NULL.search(text)}
+        self._inspections: dict[str, Inspection] = {}  # of each template that was rendered
 
     def render(
         self,
@@ -80,8 +77,8 @@ class ChatTemplate:
                 "messages must be a non-empty list of objects such as {'role': 'user', 'content': 'hello'}"
             )
         name = self._choose(template, tools)
-        kept = {"content"} if name in self._ask_for_null else set()  # nulls; other templates may print them
-        chat = [_with_reasoning({k: v for k, v in each.items() if v is not None or k in kept}) for each in plain]
+        with_null = {"content"} if self._inspection(name).asks_for_null else set()  # other templates may print nulls
+        chat = [_with_reasoning({k: v for k, v in each.items() if v is not None or k in with_null}) for each in plain]
         last_text = _mark(chat[-1]) if continue_final_message else None
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message
@@ -91,9 +88,14 @@ class ChatTemplate:
         text = render(self._source(name), self._variables | _plain(variables or {}) | arguments, self._where)
         return text if last_text is None else _cut(text, last_text, self._where)
 
-    def does_read(self, name: str, tools: Any = None) -> bool:
-        """False if the template never names this variable. tools: as in `render`, where they choose the template."""
-        return name in re.findall(r"\w+", self._source(self._choose(None, tools)))
+    def does_read(self, variable: str, tools: Any = None) -> bool:
+        """False if the template never looks this variable up. tools: as in `render`: they may choose the template."""
+        return variable in self._inspection(self._choose(None, tools)).variables
+
+    def _inspection(self, name: str) -> Inspection:
+        if name not in self._inspections:
+            self._inspections[name] = inspect(self._source(name), self._where)
+        return self._inspections[name]
 
     def _choose(self, name: str | None, tools: Any) -> str:
         if self._problem is not None:

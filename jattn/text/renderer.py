@@ -6,6 +6,7 @@ processes end when this one does, because their input then ends.
 
 import atexit
 import contextlib
+import dataclasses
 import importlib.util
 import json
 import os
@@ -40,9 +41,27 @@ class ProcessEndedError(Exception):
     """The process ended before it gave a result; the message says why."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What a template reads of its input."""
+
+    variables: frozenset[str]  # that it looks up by name
+    asks_for_null: bool  # it compares a message's content with none, as DeepSeek's does to write calls
+
+
 def render(source: str, variables: dict[str, Any], where: str) -> str:
     """The rendered text; ValueError with the template's own message or the limit that it reached."""
-    job = dict(source=source, variables=variables, max_seconds=MAX_CPU_SECONDS, max_characters=MAX_CHARACTERS)
+    return _result_of(dict(source=source, variables=variables, max_characters=MAX_CHARACTERS), where)["text"]
+
+
+def inspect(source: str, where: str) -> "Inspection":
+    """What the template reads; ValueError if it cannot be compiled."""
+    result = _result_of(dict(source=source), where)
+    return Inspection(frozenset(result["variables"]), result["asks_for_null"])
+
+
+def _result_of(job: dict[str, Any], where: str) -> dict[str, Any]:
+    job |= dict(max_seconds=MAX_CPU_SECONDS)
     line = (json.dumps(job, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
     with _slots:
         try:
@@ -53,10 +72,10 @@ def render(source: str, variables: dict[str, Any], where: str) -> str:
         raise ValueError(f"{where} cannot be compiled: {result['invalid']}")
     if "refused" in result:
         raise ValueError(f"{where} refuses these messages: {result['refused']}")
-    return result["text"]
+    return result
 
 
-def _run(line: bytes) -> dict[str, str]:
+def _run(line: bytes) -> dict[str, Any]:
     process = _idle_process() or Process()
     try:
         result = process.run(line)
@@ -106,11 +125,11 @@ class Process:
     def is_alive(self) -> bool:
         return self._popen.poll() is None
 
-    def run(self, line: bytes) -> dict[str, str]:
-        """The result of one chat."""
+    def run(self, line: bytes) -> dict[str, Any]:
+        """The result of one job, such as a chat."""
         return self._result(MAX_ELAPSED_SECONDS, line)
 
-    def _result(self, max_seconds: float, line: bytes = b"") -> dict[str, str]:
+    def _result(self, max_seconds: float, line: bytes = b"") -> dict[str, Any]:
         """The result for this line. The timer has ended when this returns, so that it cannot kill a later chat."""
         assert self._popen.stdin and self._popen.stdout
         timed_out = threading.Event()

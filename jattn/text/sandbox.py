@@ -10,6 +10,7 @@ import functools
 import json
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 MAX_ERROR = 2000
@@ -33,19 +34,20 @@ def main() -> None:
     limit_memory(int(sys.argv[2]))
     environment = make_environment()
     compiled = functools.lru_cache(maxsize=8)(environment.from_string)
+    inspect = functools.partial(inspected, environment)
     write({})  # ready
     for line in sys.stdin.buffer:
         job = json.loads(line.decode("utf-8", "surrogatepass"))
         limit_time(job["max_seconds"])
         try:
-            result = rendered(compiled, job)
+            result = rendered(compiled, job) if "variables" in job else while_compiling(inspect, job["source"])
         except MemoryError:
             result = {"refused": "MemoryError: more memory than one chat may take"}
         limit_time(0)
         write(result)
 
 
-def write(result: dict[str, str]) -> None:
+def write(result: dict[str, Any]) -> None:
     text = json.dumps(result, ensure_ascii=False) + "\n"
     sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
     sys.stdout.buffer.flush()
@@ -72,15 +74,52 @@ def limit_time(seconds: float) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def rendered(compiled: Any, job: dict[str, Any]) -> dict[str, str]:
-    """{"text": the prompt}, {"invalid": why the template cannot be compiled}, or {"refused": why it ended}."""
+def while_compiling(work: Callable[[str], Any], source: str) -> Any:
+    """work(source), or {"invalid": why the template cannot be compiled}."""
     try:
-        template = compiled(job["source"])
+        return work(source)
     except MemoryError:
         raise
     except Exception as error:  # jinja's, or Python's if the generated code is nested too deeply
         line = getattr(error, "lineno", None)
         return {"invalid": str(error)[:MAX_ERROR] + (f", line {line}" if line else "")}
+
+
+def inspected(environment: Any, source: str) -> dict[str, Any]:
+    """{"variables": the names that the template looks up in its input, "asks_for_null": see there}."""
+    from jinja2 import meta
+
+    tree = environment.parse(source)
+    asks = asks_for_null(tree)  # first, because the other search folds constants in the tree
+    return {"variables": sorted(meta.find_undeclared_variables(tree)), "asks_for_null": asks}
+
+
+def asks_for_null(tree: Any) -> bool:
+    """True if the template compares a message's content with none: `is none`, `!= none`, `in ['', none]`."""
+    from jinja2 import nodes
+
+    names = {"content"}  # of variables that hold the content
+
+    def has_content(node: Any) -> bool:
+        attributes = any(each.attr == "content" for each in node.find_all(nodes.Getattr))
+        keys = any(each.value == "content" for each in node.find_all(nodes.Const))
+        return attributes or keys or any(each.name in names for each in node.find_all(nodes.Name))
+
+    def has_none(node: Any) -> bool:
+        is_test = isinstance(node, nodes.Test) and node.name == "none"
+        return is_test or any(each.value is None for each in node.find_all(nodes.Const))
+
+    for assignment in tree.find_all(nodes.Assign):
+        if isinstance(assignment.target, nodes.Name) and has_content(assignment):
+            names.add(assignment.target.name)
+    return any(has_none(each) and has_content(each) for each in tree.find_all((nodes.Test, nodes.Compare)))
+
+
+def rendered(compiled: Any, job: dict[str, Any]) -> dict[str, str]:
+    """{"text": the prompt}, {"invalid": why the template cannot be compiled}, or {"refused": why it ended}."""
+    template = while_compiling(compiled, job["source"])
+    if isinstance(template, dict):
+        return template
     try:
         text = template.render(job["variables"])
     except MemoryError:

@@ -322,18 +322,34 @@ def test_what_the_template_does_not_read_is_refused_by_name():
         assert parse(more, template).prompts
     several = ChatTemplate({"default": "{{ messages[0].content }}", "tool_use": "{{ tools | tojson }}"})
     assert parse(tools, several).prompts
-    plain = ChatTemplate("{{ messages[0].content }} uses no mytools or tools2")
+    plain = ChatTemplate(
+        "{# tools, documents #}{{ messages[0].content }} uses no tools{{ messages[0].reasoning_effort }}"
+    )
     assert parse(tools | {"tool_choice": "none"}, plain).prompts
     for more, param, words in (
         (tools, "tools", "tool_choice"),
         ({"documents": [{"text": "x"}]}, "documents", "leave"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "leave"),
         ({"chat_template_kwargs": {"enable_thinkng": False}}, "chat_template_kwargs", "'enable_thinkng'.*leave"),
+        (
+            tools | {"documents": [{}], "chat_template_kwargs": {"x": 1}},
+            "tools",
+            "tools, documents, .*'x'.*tool_choice",
+        ),
     ):
         with pytest.raises(BadRequestError, match=words) as refusal:
             parse(more, plain)
-        assert refusal.value.param == param and "does not read" in str(refusal.value)
-        assert param in str(refusal.value)
+        assert refusal.value.param == param and f"does not read {param}" in str(refusal.value)
+
+
+def test_a_field_and_an_argument_of_the_template_that_differ_are_refused():
+    template = ChatTemplate("{{ reasoning_effort }}")
+    parse = lambda body: fields.parse_chat(CHAT | body, template, ByteTokenizer(), max_model_len=99).prompts
+    twice = lambda effort: {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": effort}}
+    assert parse(twice("low")) == parse({"reasoning_effort": "low"}) == (tuple(ByteTokenizer().encode("low")),)
+    for effort in ("high", None):
+        with pytest.raises(BadRequestError, match="reasoning_effort differs in chat_template_kwargs"):
+            parse(twice(effort))
 
 
 @pytest.mark.parametrize(
