@@ -28,22 +28,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     If the reader of the output closes the pipe (jattn ... | head), the command ends without a message.
     """
     signals.forget()
+    code = _run_and_flush(argv)
+    if argv is None and signals.is_said():
+        signals.end()
+    return code
+
+
+def _run_and_flush(argv: Sequence[str] | None) -> int:
     try:
         signals.open_missing()
         with contextlib.nullcontext() if argv is not None else signals.watched():
             try:
-                code = _run(argv)
+                return _run(argv)
             finally:  # --help raises SystemExit
                 _flush()
-            if argv is None and signals.is_said():
-                signals.end(code)
-            return code
     except BrokenPipeError:
         _discard(sys.stdout)
         _discard(sys.stderr)
         return CLOSED_PIPE
     except OSError as error:  # a full disk, or stdout is closed
         return _unwritten(error)
+    except KeyboardInterrupt:  # the reader of the output is slow, so Ctrl-C came while it was flushed
+        return signals.say(signal.SIGINT)
 
 
 def _flush() -> None:
@@ -79,8 +85,8 @@ def _refuse_nothing(names: list[str]) -> NoReturn:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = make_parser().parse_args(argv)
     try:
+        args = make_parser().parse_args(argv)
         return args.run(args)
     except BrokenPipeError:
         raise
@@ -107,8 +113,7 @@ def _run(argv: Sequence[str] | None) -> int:
             raise
         return int(ended.code or 0)
     except KeyboardInterrupt:
-        signals.say(signal.SIGINT)
-        return signals.CODES[signal.SIGINT]
+        return signals.say(signal.SIGINT)
 
 
 def _unwritten(error: OSError) -> int:

@@ -107,8 +107,7 @@ def _fail(processes: Processes, error: BaseException) -> NoReturn:
         code, why = int(error.code or 0), signals.SENTENCES[signal.SIGTERM]
     elif isinstance(error, KeyboardInterrupt):
         number = signal.SIGTERM if _is_terminated.is_set() else signal.SIGINT
-        signals.say(number)
-        code, why = signals.CODES[number], signals.SENTENCES[number]
+        code, why = signals.say(number), signals.SENTENCES[number]
     elif isinstance(error, screen.EXPECTED):
         print(f"jattn: {screen.told(error)}", file=sys.stderr, flush=True)
         code = 2

@@ -29,7 +29,7 @@ CODES = {signal.SIGINT: 128 + signal.SIGINT, signal.SIGTERM: 128 + signal.SIGTER
 DROPPED = b"\0"
 """What is written to the thread when the exception of a handler was dropped; other bytes are numbers of signals."""
 
-_said: set[int] = set()
+_said: dict[int, int] = {}  # the signals that ended the command -> its exit code
 _left_to_others = threading.Event()
 
 
@@ -38,11 +38,13 @@ def forget() -> None:
     _said.clear()
 
 
-def say(number: int) -> None:
-    """Print the sentence of a signal, once."""
+def say(number: int, code: int | None = None) -> int:
+    """Print the sentence of a signal that ends the command, once; returns the exit code. None: that of CODES."""
     if number not in _said:
-        _said.add(number)
-        print(f"jattn: {SENTENCES[signal.Signals(number)]}", file=sys.stderr, flush=True)
+        _said[number] = CODES[signal.Signals(number)] if code is None else code
+        with contextlib.suppress(OSError):  # nobody reads stderr any more: the signal ends the command all the same
+            print(f"jattn: {SENTENCES[signal.Signals(number)]}", file=sys.stderr, flush=True)
+    return _said[number]
 
 
 def is_said() -> bool:
@@ -50,19 +52,18 @@ def is_said() -> bool:
     return bool(_said)
 
 
-def end(code: int) -> NoReturn:
-    """End the process after a signal, without Python's own end.
+def end() -> NoReturn:
+    """End the process after a signal, without Python's own end, with the code of the first signal.
 
     A signal interrupts a compilation, but XLA's threads go on with it: Python's end would take away what they use, and
     the exit code would be that of a segmentation fault.
     """
-    os._exit(code)
+    os._exit(next(iter(_said.values())))
 
 
 def exit_0(number: int, frame: object) -> None:
     """The handler of a command that a supervisor ends by this signal as a matter of course."""
-    say(number)
-    raise SystemExit(0)
+    raise SystemExit(say(number, 0))
 
 
 @contextlib.contextmanager
@@ -124,8 +125,7 @@ def _watch(reader: socket.socket) -> None:
 
 def _end(number: signal.Signals) -> None:
     if not _left_to_others.is_set():
-        say(number)
-        os._exit(0 if signal.getsignal(number) is exit_0 else CODES[number])
+        os._exit(say(number, 0 if signal.getsignal(number) is exit_0 else None))
 
 
 def open_missing() -> None:

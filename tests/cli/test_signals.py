@@ -12,7 +12,7 @@ import pytest
 from jattn.engine import warming
 from jattn.engine.shapes import StepShape
 
-ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": ""}
 
 LOADS = """
 import ctypes, os, signal, sys, time
@@ -70,6 +70,7 @@ def long_program(x):
     return x
 
 def compiling(*_, **__):
+    sys.stdout.write("part of a line")
     lowered = jax.jit(long_program).lower(jnp.ones((8, 8)))
     threading.Timer(0.3, os.kill, (os.getpid(), {number})).start()
     lowered.compile()
@@ -80,18 +81,62 @@ sys.exit(cli.main())
 """
 
 
-@pytest.mark.parametrize(
-    ("number", "command", "code", "sentence"),
-    [
-        (signal.SIGINT, ["generate", "1+1="], 130, "jattn: interrupted\n"),
-        (signal.SIGTERM, ["serve", "--port", "0"], 0, "jattn: ended by SIGTERM\n"),
-    ],
-)
+COMMANDS = [
+    (signal.SIGINT, ["generate", "1+1="], 130, "jattn: interrupted\n"),
+    (signal.SIGTERM, ["serve", "--port", "0"], 0, "jattn: ended by SIGTERM\n"),
+]
+
+
+@pytest.mark.parametrize(("number", "command", "code", "sentence"), COMMANDS)
 def test_a_signal_ends_a_command_while_xla_compiles(number, command, code, sentence):
     """JAX raises at once and lets the compiler run on; Python's end took away what it used: exit code 139."""
     script = COMPILES.format(number=int(number), command=command)
     ended = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=250)
-    assert (ended.returncode, ended.stderr, ended.stdout) == (code, sentence, "")
+    assert (ended.returncode, ended.stderr, ended.stdout) == (code, sentence, "part of a line")
+
+
+@pytest.mark.parametrize(("number", "command", "code", "sentence"), COMMANDS)
+@pytest.mark.parametrize("closed", [["stdout"], ["stderr"], ["stdout", "stderr"]])
+def test_a_signal_has_its_code_also_if_nobody_reads_the_output(number, command, code, sentence, closed):
+    """Ctrl-C in `jattn ... | head`, SIGTERM when the reader of a log has ended. A broken pipe led to Python's end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    script = COMPILES.format(number=int(number), command=command)
+    outputs = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(closed, writer)
+    ended = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, text=True, timeout=250, **outputs)
+    os.close(writer)
+    assert ended.returncode == code and ended.stderr == (None if "stderr" in closed else sentence)
+
+
+def test_ctrl_c_ends_a_command_whose_output_nobody_reads_yet():
+    """As in `jattn ... | less`: the main thread waits in flush()."""
+    script = """
+import os, signal, sys, threading
+from jattn import cli
+from jattn.cli import options
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+def talking(*_, **__):
+    os.set_blocking(1, False)
+    try:
+        while True:
+            os.write(1, bytes(4096))
+    except BlockingIOError:
+        os.set_blocking(1, True)
+    sys.stdout.write("more")
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    raise ValueError("it ends")
+
+options.make_engine = talking
+sys.argv = ["jattn", "generate", "1+1="]
+sys.exit(cli.main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stderr and process.wait(250) == 130
+        assert process.stderr.read() == "jattn: it ends\njattn: interrupted\n"
 
 
 def test_closed_descriptors_give_an_error_that_does_not_go_to_stdout():
