@@ -106,7 +106,7 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
         model_name=name,
         api_key=key,
         allow_origins=tuple(args.allow_origin),
-        max_body_bytes=max_body_bytes(args),
+        max_body_bytes=args.max_body_bytes,
         max_queue=args.max_queue,
         max_connections=args.max_connections,
         **seconds,
@@ -129,13 +129,6 @@ def run(args: argparse.Namespace, group: Processes | None = None) -> int:
         with signals.left_to_others():
             serve(served, server, args.host, args.port, sockets)
     return 0
-
-
-def max_body_bytes(args: argparse.Namespace) -> int:
-    """The given one, or the default. Of embeddings: 2048 inputs, the most in a body, of 4096 bytes each."""
-    if args.max_body_bytes is not None:
-        return args.max_body_bytes
-    return 2048 * 4096 if options.serves_embeddings(args) else 1 << 20
 
 
 def collect_rarely() -> None:

@@ -29,7 +29,7 @@ MAX_LOGPROBS_AT_ONCE = 512
 def make_app(engine: Engine, options: ServerOptions = ServerOptions()) -> Starlette:  # noqa: B008  frozen
     """The ASGI application; its lifespan starts and stops the engine's thread, `app.state.loop`."""
     loop = EngineLoop(engine, options.max_queue)
-    parsers = body.ParserThreads(options.max_body_bytes)
+    parsers = body.ParserThreads(options.body_limit)
     handlers = _Handlers(
         engine=engine, loop=loop, texts=TokenTexts(engine.tokenizer), parsers=parsers, options=options,
         max_model_len=engine.limits.max_model_len,
@@ -67,7 +67,7 @@ class _Handlers(Handlers):
     async def _generate(self, request: Request, parse: Callable[[dict[str, Any]], fields.ParsedBody]) -> Response:
         """The response to a POST. parse: the fields of this route's body; it runs in a thread."""
         self.loop.check_open()
-        raw = await body.read(request, self.options.max_body_bytes)
+        raw = await body.read(request, self.options.body_limit)
         max_prompts, max_len = self.options.max_prompts, self.engine.limits.max_model_len
         parsed = await self.parsers.run(raw, lambda raw: self._tokenized(parse(body.parse(raw, max_prompts, max_len))))
         id = request.scope["state"]["id"]

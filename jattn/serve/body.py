@@ -46,8 +46,10 @@ async def read(request: Request, max_bytes: int) -> bytes:
     encoding = ", ".join(request.headers.getlist("content-encoding")).strip()
     if encoding.lower() not in ("", "identity"):
         raise ContentEncodingError(f"Content-Encoding {short(encoding)} is not supported; send the body uncompressed")
-    way_out = "send fewer inputs or shorter ones, or start the server with more --max-body-bytes"
-    too_large = BodyTooLargeError(f"the body is larger than {max_bytes} bytes: {way_out}")
+    too_large = BodyTooLargeError(
+        f"the body is larger than {max_bytes} bytes: send less in one request, or start the server with a higher "
+        "max_body_bytes"
+    )
     content_length = request.headers.get("content-length", "0")  # h11 has checked that these are digits
     if len(content_length) > MAX_DIGITS or int(content_length) > max_bytes:
         raise too_large

@@ -15,13 +15,15 @@ from jattn.embedder import Embedder
 from jattn.serve import body, errors, fields
 from jattn.serve.embedding_loop import EmbeddingLoop
 from jattn.serve.handlers import Handlers, make_application, unless_disconnected
-from jattn.serve.options import ServerOptions
+from jattn.serve.options import EMBEDDING_BODY_BYTES, ServerOptions
 
 
 def make_embeddings_app(embedder: Embedder, options: ServerOptions = ServerOptions()) -> Starlette:  # noqa: B008  frozen
     """The ASGI application; its lifespan starts and stops the embedder's thread, `app.state.loop`."""
+    if options.max_body_bytes is None:
+        options = dataclasses.replace(options, max_body_bytes=EMBEDDING_BODY_BYTES)
     loop = EmbeddingLoop(embedder, options.max_queue)
-    parsers = body.ParserThreads(options.max_body_bytes)
+    parsers = body.ParserThreads(options.body_limit)
     handlers = _Handlers(
         embedder=embedder, loop=loop, parsers=parsers, options=options, max_model_len=embedder.max_length
     )
@@ -39,7 +41,7 @@ class _Handlers(Handlers):
 
     async def embeddings(self, request: Request) -> Response:
         self.loop.check_open()
-        raw = await body.read(request, self.options.max_body_bytes)
+        raw = await body.read(request, self.options.body_limit)
         parsed, rows = await self.parsers.run(raw, self._tokenized)
         self.log_user(request, parsed.user)
         result = asyncio.wrap_future(self.loop.submit(rows))

@@ -164,7 +164,7 @@ def make_application(handlers: Handlers, routes: Sequence[Route]) -> Starlette:
         exception_handlers={HTTPException: handlers.http_exception},
     )
     app.router.redirect_slashes = False
-    app.state.loop = loop
+    app.state.loop, app.state.options = loop, handlers.options
     return app
 
 

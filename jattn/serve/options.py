@@ -10,6 +10,9 @@ from jattn.engine.params import is_encodable
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
 """The form of a browser's header Origin: scheme, host, and the port unless it is the scheme's default."""
 
+BODY_BYTES, EMBEDDING_BODY_BYTES = 1 << 20, 2048 * 4096
+"""The largest body, unless an option says otherwise. Of embeddings: 2048 inputs of 4096 bytes each."""
+
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -20,7 +23,7 @@ class ServerOptions:
     model_name: str = "jattn"
     api_key: str | None = None
     allow_origins: Sequence[str] = ()  # whose pages may call the server (CORS); "*": all
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int | None = None  # None: BODY_BYTES, of an embedding server EMBEDDING_BODY_BYTES
     max_queue: int = 256  # sequences running or waiting: prompts x n of every accepted body; of embeddings: bodies
     max_prompts: int = 64  # in one body
     max_inputs: int = 2048  # in one body of /v1/embeddings
@@ -33,20 +36,19 @@ class ServerOptions:
     grace: float = 20.0  # for running requests after SIGTERM
 
     @property
+    def body_limit(self) -> int:
+        """max_body_bytes, or the default of an engine's server; an embedding server fills in its own."""
+        return BODY_BYTES if self.max_body_bytes is None else self.max_body_bytes
+
+    @property
     def max_framing_bytes(self) -> int:
         """Bytes of a chunked body that are not its content."""
-        return max(1 << 16, self.max_body_bytes // 16)
+        return max(1 << 16, self.body_limit // 16)
 
     def __post_init__(self):
         reasons = []
-        for name in (
-            "max_body_bytes",
-            "max_queue",
-            "max_prompts",
-            "max_inputs",
-            "default_max_tokens",
-            "max_connections",
-        ):
+        counts = ("max_queue", "max_prompts", "max_inputs", "default_max_tokens", "max_connections")
+        for name in counts if self.max_body_bytes is None else ("max_body_bytes", *counts):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 reasons.append(f"{name}={value!r} must be an integer of at least 1")

@@ -93,7 +93,7 @@ def build(options: ReplicaOptions) -> serve.Application:
     )(Replica).bind(options.model, options.engine, options.server)
     most = options.num_replicas * options.max_ongoing_requests + options.max_queued_requests
     ingress = serve.deployment(max_ongoing_requests=most)(Ingress)
-    return ingress.bind(engines, server.max_body_bytes, options.prefix_characters)
+    return ingress.bind(engines, server.body_limit, options.prefix_characters)
 
 
 def _check_engine(options: ReplicaOptions) -> None:

@@ -88,7 +88,7 @@ def make_server(served: Engine | Embedder, options: ServerOptions, host: str = "
         app,
         host=host,
         port=port,
-        http=functools.partial(Connection, options),  # type: ignore[arg-type]  uvicorn only calls it
+        http=functools.partial(Connection, app.state.options),  # type: ignore[arg-type]  uvicorn only calls it
         ws="none",
         loop="asyncio",
         lifespan="on",

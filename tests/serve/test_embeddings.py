@@ -54,6 +54,17 @@ def send(url, **body):
     return CLIENT.post(f"{url}/v1/embeddings", json=body)
 
 
+def test_a_body_may_have_as_many_texts_as_clients_send_at_once():
+    """LangChain sends 1000 texts in a body: of 1100 characters each they have more than the 1 MiB of other servers."""
+    post = lambda url, size: CLIENT.post(f"{url}/v1/embeddings", content=b'{"input": "x"' + b" " * (size - 14) + b"}")
+    with serving(make_embedder()) as (_, _, url):
+        assert post(url, 1 << 23).status_code == 200
+        refused(post(url, (1 << 23) + 1), 413)
+    with serving(make_embedder(), max_body_bytes=99) as (_, _, url):
+        assert post(url, 99).status_code == 200
+        assert "larger than 99 bytes: send less" in refused(post(url, 100), 413)["message"]
+
+
 @pytest.mark.parametrize(
     ("given", "inputs"),
     [("hello", ["hello"]), (["hello", "a"], ["hello", "a"]), ([5, 6], [[5, 6]]), ([[5, 6], [7]], [[5, 6], [7]])],
