@@ -1,17 +1,21 @@
 """The server's limits and time-outs."""
 
 import dataclasses
+import ipaddress
 import math
 import re
 from collections.abc import Sequence
 
 from jattn.engine.params import is_encodable
 
-ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://(?:[a-z0-9._-]+|\[[0-9a-f:.]+\])(?::([1-9][0-9]{0,4}))?")
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:]+\])(?::([1-9][0-9]{0,4}))?")
 """The form of a browser's header Origin: scheme, host, and the port unless it is the scheme's default."""
 
 BODY_BYTES, EMBEDDING_BODY_BYTES = 1 << 20, 2048 * 4096
 """The largest body, unless an option says otherwise. Of embeddings: 2048 inputs of 4096 bytes each."""
+
+ENDS_IN_NUMBER = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)\.?")
+"""A host that browsers read as an IPv4 address."""
 
 DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -70,19 +74,33 @@ def _origin_reasons(origins: object) -> list[str]:
     if not isinstance(origins, (list, tuple)):
         return [f"allow_origins={origins!a} must be a list of origins"]
     wanted = (
-        "must be '*' or an origin as browsers send it: scheme://host or scheme://host:port, in lower case, without "
-        "a path and without the scheme's default port"
+        "must be '*' or an origin as browsers send it: scheme://host or scheme://host:port, in lower case and ASCII "
+        "(xn--), without a path and without the scheme's default port"
     )
     return [f"allow_origins: {each!a} {wanted}" for each in origins if each != "*" and not _is_origin(each)]
 
 
 def _is_origin(text: object) -> bool:
     """Can it be equal to a browser's header Origin?"""
+    if text == "file://":  # of Electron and Cordova
+        return True
     match = ORIGIN.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         return False
-    scheme, port = match[1], int(match[2] or 0)
-    return port < 1 << 16 and port != DEFAULT_PORTS.get(scheme)
+    scheme, host, port = match[1], match[2], int(match[3] or 0)
+    return _is_host(host) and port < 1 << 16 and port != DEFAULT_PORTS.get(scheme)
+
+
+def _is_host(text: str) -> bool:
+    """Is an address in the one form to which browsers change the others? 127.1 is sent as 127.0.0.1."""
+    try:
+        if text.startswith("["):
+            address = ipaddress.IPv6Address(text[1:-1])
+            is_mapped = address.ipv4_mapped is not None and text.startswith("[::ffff:")  # Python may write it with dots
+            return is_mapped or address.compressed == text[1:-1]
+        return not ENDS_IN_NUMBER.fullmatch(text) or str(ipaddress.IPv4Address(text)) == text
+    except ValueError:
+        return False
 
 
 def _is_header_value(text: object) -> bool:
