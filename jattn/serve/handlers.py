@@ -178,6 +178,7 @@ def _cors(options: ServerOptions) -> list[Middleware]:
             allow_origins=options.allow_origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
+            allow_private_network=True,  # Chrome asks if a public page calls this machine: the origin is allowed to
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     ]

@@ -24,8 +24,9 @@ def url():
         yield url
 
 
-def preflight(url, origin=PAGE, path="/v1/completions", method="POST"):
+def preflight(url, origin=PAGE, path="/v1/completions", method="POST", **more):
     headers = {"Origin": origin, "Access-Control-Request-Method": method, "Access-Control-Request-Headers": HEADERS}
+    headers |= {name.replace("_", "-"): value for name, value in more.items()}
     return CLIENT.options(url + path, headers=headers)
 
 
@@ -55,6 +56,15 @@ def test_a_preflight_needs_no_key_and_is_no_request(url, path, method, caplog):
     assert listed(answer, "access-control-allow-headers") >= set(HEADERS.split(","))
     assert "origin" in listed(answer, "vary") and "x-request-id" not in answer.headers
     assert not caplog.records
+
+
+def test_a_public_page_may_call_this_machine(url):
+    """Chrome's private network access: hosted pages that call a local server. A 400 blocked them."""
+    ask_for_network = {"access_control_request_private_network": "true"}
+    answer = preflight(url, **ask_for_network)
+    assert answer.status_code == 200 and answer.headers["access-control-allow-private-network"] == "true"
+    assert "access-control-allow-private-network" not in preflight(url).headers
+    assert preflight(url, OTHER, **ask_for_network).status_code == 400
 
 
 def test_a_page_of_each_origin_reads_its_answers(url):
