@@ -197,8 +197,11 @@ def _instead(name: str, fields: dict[str, readers.Reader]) -> str:
     return f"it is a field of {PATHS[name]}" if name in PATHS else "leave it out"
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and one == other  # in Python True == 1
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Is it this value that changes nothing? A null in an object means that its key is absent."""
+    if isinstance(value, dict):
+        value = {key: each for key, each in value.items() if each is not None}
+    return type(value) is type(neutral) and value == neutral  # in Python True == 1
 
 
 SAMPLING_FIELDS: dict[str, readers.Reader] = dict(

@@ -18,6 +18,9 @@ Prompts = tuple[str | tuple[int, ...], ...]
 MESSAGE_TEXT_FIELDS = ("role", "name", "tool_call_id", "reasoning_content", "reasoning", "thinking", "refusal")
 """Fields of a message whose value is text."""
 
+UNSUPPORTED_STREAM_OPTIONS = ("include_obfuscation", "continuous_usage_stats")
+"""They may be false or null."""
+
 
 class InvalidValueError(ValueError):
     """The message completes the sentence 'FIELD=VALUE must be ...'."""
@@ -75,7 +78,7 @@ def encoding_format(value: Any) -> str:
 def stop(value: Any) -> list[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise InvalidValueError("text, or a list of non-empty texts")
+        raise InvalidValueError("a non-empty text, or a list of such texts")
     if len(texts) > MAX_STOPS or sum(map(len, texts)) > MAX_STOP_CHARACTERS:
         raise InvalidValueError(f"at most {MAX_STOPS} texts, together of at most {MAX_STOP_CHARACTERS} characters")
     return texts
@@ -111,16 +114,14 @@ def prompts(value: Any) -> Prompts:
 def stream_options(value: Any) -> dict[str, bool]:
     if not isinstance(value, dict):
         raise InvalidValueError("an object")
-    readers = dict(include_usage=boolean, include_obfuscation=_false, continuous_usage_stats=_false)
-    if unknown := [name for name in value if name not in readers]:
+    if unknown := [name for name in value if name not in ("include_usage", *UNSUPPORTED_STREAM_OPTIONS)]:
         raise InvalidValueError(f"without {short(unknown[0])}, which is unknown")
-    return {name: readers[name](option) for name, option in value.items() if option is not None}
-
-
-def _false(value: Any) -> bool:
-    if value is not False:
-        raise InvalidValueError("without include_obfuscation and continuous_usage_stats, which are not supported")
-    return value
+    given = {name: option for name, option in value.items() if option is not None}
+    if not isinstance(given.get("include_usage", False), bool):
+        raise InvalidValueError("an object whose include_usage is true or false")
+    if unsupported := [name for name in UNSUPPORTED_STREAM_OPTIONS if given.get(name, False) is not False]:
+        raise InvalidValueError(f"without {unsupported[0]}, which is not supported")
+    return given
 
 
 def messages(value: Any) -> list[dict[str, Any]]:
@@ -140,7 +141,9 @@ def _message(message: Any) -> dict[str, Any]:
         if name == "content":
             kept[name] = _content(value)
         elif name == "tool_calls":
-            if calls := [_tool_call(call) for call in objects(value)]:  # of [], templates may count the calls
+            if not isinstance(value, list) or not all(isinstance(call, dict) for call in value):
+                raise InvalidValueError("messages whose tool_calls are a list of objects")
+            if calls := [_tool_call(call) for call in value]:  # of [], templates may count the calls
                 kept[name] = calls
         elif name in MESSAGE_TEXT_FIELDS:
             if not isinstance(value, str):
@@ -179,7 +182,8 @@ def _content(content: Any) -> str:
     for part in content:
         if part.get("type") != "text":
             raise InvalidValueError(f"without parts of type {short(part.get('type'))}: only text is supported")
-        if not isinstance(part.get("text"), str) or len(part) != 2:
+        names = {name for name, value in part.items() if value is not None}
+        if not isinstance(part.get("text"), str) or names != {"type", "text"}:
             raise InvalidValueError("messages whose parts have a type and a text, and nothing else")
     return "".join(part["text"] for part in content)
 

@@ -109,6 +109,9 @@ def test_every_other_value_is_not_supported(urls, path):
         ("completions", {"bad_words": None, "logits_processors": []}),
         ("chat/completions", {"thinking_token_budget": -1}),
         ("embeddings", {"endianness": "little"}),
+        ("chat/completions", {"response_format": {"type": "text", "json_schema": None}}),  # as pydantic writes it
+        ("completions", {"logit_bias": {"5": None}}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "x": None}]}]}),
     ],
 )
 def test_a_default_has_other_forms(urls, path, more):
@@ -151,7 +154,12 @@ def test_usage_in_every_event_is_refused_and_none_is_the_default(urls):
         assert usages[-1]["completion_tokens"] == 3 and not any(usages[:-1])
         error = ask({"continuous_usage_stats": True}).json()["error"]
         assert error["param"] == "stream_options"
-        assert "without include_obfuscation and continuous_usage_stats, which are not supported" in error["message"]
+        assert "without continuous_usage_stats, which is not supported" in error["message"]
+        error = ask({"include_usage": 1}).json()["error"]
+        assert (
+            error["message"]
+            == "stream_options={'include_usage': 1} must be an object whose include_usage is true or false"
+        )
 
 
 def test_no_top_logprobs_need_no_logprobs(urls):

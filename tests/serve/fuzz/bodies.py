@@ -36,9 +36,12 @@ LITERALS = [
 ]  # fmt: skip
 VALUES = [
     None, True, False, [], {}, [None], [[]], [[], []], {"": ""}, [True], [0], ["x", 1], [1, "x"], [[1], "x"], [1.0],
-    [[1, 2], [3]], {"type": "text"}, {"include_usage": True}, {"include_usage": 1}, {"include_usage": None, "x": 1},
+    [[1, 2], [3]], {"type": "text"}, {"type": "text", "json_schema": None}, {"x": None},
+    {"include_usage": True}, {"include_usage": 1}, {"include_usage": None, "x": 1},
     {"include_obfuscation": False}, [{"role": "user", "content": "x"}], [{"role": "user"}], [{"content": "x"}],
-    [{"role": "u", "content": [{"type": "text", "text": "y"}]}], [{"role": "u", "content": [{"type": "text"}]}],
+    [{"role": "u", "content": [{"type": "text", "text": "y"}]}],
+    [{"role": "u", "content": [{"type": "text", "text": "y", "x": None}]}],
+    [{"role": "u", "content": [{"type": "text"}]}],
     [{"role": "u", "content": [7]}], [{"role": "u", "content": 7}], [{"role": "", "content": None, "tool_calls": []}],
     [{"role": "u", "content": "x", "name": 1}], [{"role": "u", "content": "x", "name": None}], ["x"] * 64, ["x"] * 65,
     [[65]] * 300, list(range(384)), list(range(385)), [5] * 1023, [5] * 1024, ["y" * 64] * 64, ["y" * 65] * 64,

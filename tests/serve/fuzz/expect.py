@@ -103,6 +103,8 @@ def _float(text):
 def _is_valid(name, value, fields) -> bool:
     if name in fields:
         return fields[name](value)
+    if isinstance(value, dict):
+        value = {key: value[key] for key in value if value[key] is not None}
     return any(json.dumps(value) == json.dumps(neutral) for neutral in NO_EFFECT.get(name, ()))
 
 
@@ -212,7 +214,7 @@ def _is_content(v) -> bool:
     if isinstance(v, list):
         return all(
             isinstance(part, dict)
-            and set(part) == {"type", "text"}
+            and {key for key in part if part[key] is not None} == {"type", "text"}
             and part["type"] == "text"
             and _is_text(part["text"])
             for part in v
