@@ -160,7 +160,7 @@ def make_application(handlers: Handlers, routes: Sequence[Route]) -> Starlette:
     app = Starlette(
         routes=[*routes, *handlers.routes()],
         lifespan=lifespan,
-        middleware=[*_cors(handlers.options), Middleware(RequestMiddleware, is_closing=lambda: not loop.healthy)],
+        middleware=[*cors(handlers.options), Middleware(RequestMiddleware, is_closing=lambda: not loop.healthy)],
         exception_handlers={HTTPException: handlers.http_exception},
     )
     app.router.redirect_slashes = False
@@ -168,8 +168,8 @@ def make_application(handlers: Handlers, routes: Sequence[Route]) -> Starlette:
     return app
 
 
-def _cors(options: ServerOptions) -> list[Middleware]:
-    """Around RequestMiddleware: a preflight is no request, and each response has the headers, errors too."""
+def cors(options: ServerOptions) -> list[Middleware]:
+    """Around all others: a preflight is no request, and each response has the headers, errors too."""
     if not options.allow_origins:
         return []
     return [

@@ -26,6 +26,7 @@ from ray.serve.exceptions import BackPressureError  # type: ignore[import-not-fo
 from ray.serve.handle import DeploymentHandle  # type: ignore[import-not-found]
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from jattn import compile_cache
 from jattn.engine import Engine, keep_freed_memory, pretrained
@@ -33,6 +34,7 @@ from jattn.errors import UnsupportedError
 from jattn.models.sentence_folder import is_sentence_folder
 from jattn.serve import body, errors
 from jattn.serve.app import make_app
+from jattn.serve.handlers import cors
 from jattn.serve.options import ServerOptions
 
 log = logging.getLogger("jattn.serve")
@@ -53,7 +55,7 @@ class ReplicaOptions(pydantic.BaseModel, extra="forbid"):
     num_gpus: float = Field(0, ge=0, allow_inf_nan=False)  # of each replica
     # of each replica; with more, a request goes to another one, and waits if all have
     max_ongoing_requests: int = Field(64, ge=1)
-    max_queued_requests: int = Field(256, ge=0)  # waiting for a replica; more get a 429
+    max_queued_requests: int = Field(256, ge=1)  # waiting for a replica; more get a 429
     prefix_characters: int = Field(256, ge=1)  # the beginning of a prompt that decides to which replica it goes
     # between two checks of a replica; one that fails is restarted
     health_seconds: float = Field(10.0, gt=0, allow_inf_nan=False)
@@ -90,10 +92,10 @@ def build(options: ReplicaOptions) -> serve.Application:
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER, request_router_kwargs={"num_fallback_replicas": options.num_replicas - 1}
         ),
-    )(Replica).bind(options.model, options.engine, options.server)
+    )(Replica).bind(options.model, options.engine, options.server | {"allow_origins": ()})  # the ingress has them
     most = options.num_replicas * options.max_ongoing_requests + options.max_queued_requests
     ingress = serve.deployment(max_ongoing_requests=most)(Ingress)
-    return ingress.bind(engines, server.body_limit, options.prefix_characters)
+    return ingress.bind(engines, server, options.prefix_characters)
 
 
 def _check_engine(options: ReplicaOptions) -> None:
@@ -156,20 +158,42 @@ class Replica:
             await asyncio.gather(answer, return_exceptions=True)
 
 
+class _ApplicationResponse(Response):
+    """What an ASGI application answers; Ray calls a response with `scope`, `receive` and `send`."""
+
+    def __init__(self, app: ASGIApp):
+        super().__init__()
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
 class Ingress:
     """Passes HTTP requests to the replicas, and their responses back as they grow."""
 
-    def __init__(self, engines: DeploymentHandle, max_body_bytes: int, prefix_characters: int):
-        self._engines, self._max_body_bytes, self._prefix_characters = engines, max_body_bytes, prefix_characters
+    def __init__(self, engines: DeploymentHandle, server: ServerOptions, prefix_characters: int):
+        self._engines, self._body_limit, self._prefix_characters = engines, server.body_limit, prefix_characters
+        self._app: ASGIApp = self._answer
+        for cls, args, keywords in cors(server):
+            self._app = cls(self._app, *args, **keywords)
 
     async def __call__(self, request: Request) -> Response:
+        return _ApplicationResponse(self._app)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._response(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def _response(self, request: Request) -> Response:
         try:
-            raw = await body.read(request, self._max_body_bytes)
+            raw = await body.read(request, self._body_limit)
         except errors.ServeError as error:
             return errors.response_of(error)
         prefix = await asyncio.to_thread(prefix_of, raw, self._prefix_characters) if raw else None
         chosen = {} if prefix is None else {"session_id": prefix}
-        call = Call(request.method, request.url.path, request.url.query.encode(), request.headers.raw, raw)
+        path = request.scope["path"].removeprefix(request.scope.get("root_path", ""))  # the prefix of Ray's route
+        call = Call(request.method, path, request.scope["query_string"], request.headers.raw, raw)
         parts = self._engines.options(stream=True, **chosen).respond.remote(call)
         try:
             status, headers = await anext(parts)

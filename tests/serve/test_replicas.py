@@ -7,17 +7,21 @@ import json
 import time
 import warnings
 
+import httpx
 import pytest
+from starlette.requests import Request
 
 from jattn import embedded
+from jattn.serve import ServerOptions
 from tests.serve.running import free_port
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of Ray's own modules
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'jattn[ray]'")
     from ray import serve
+    from ray.serve.exceptions import BackPressureError
 
-    from jattn.serve.replicas import Call, Replica, ReplicaOptions, build, prefix_of
+    from jattn.serve.replicas import Call, Ingress, Replica, ReplicaOptions, build, prefix_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray has many, in this process
 ENGINE = dict(num_blocks=129, block_size=16, max_num_seqs=4, max_num_batched_tokens=32, backend="sdpa")
@@ -126,6 +130,70 @@ def test_a_client_that_disconnects_cancels_the_application():
     assert ended == [True]
 
 
+class Handle:
+    """Stands for the replicas, which are full if `is_full`."""
+
+    def __init__(self, is_full=False):
+        self.calls, self.is_full, self.respond = [], is_full, self
+
+    def options(self, **_):
+        return self
+
+    async def remote(self, call):
+        self.calls.append(call)
+        if self.is_full:
+            raise BackPressureError(num_queued_requests=1, max_queued_requests=1)
+        yield 200, [(b"content-type", b"text/plain")]
+        yield b"good"
+
+
+def ask(ingress, method, path, root_path="", **request):
+    """The answer of an ingress, without Ray."""
+
+    async def application(scope, receive, send):
+        response = await ingress(Request(scope, receive))
+        await response(scope, receive, send)
+
+    async def answer():
+        transport = httpx.ASGITransport(application, root_path=root_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://ray") as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(answer())
+
+
+@pytest.mark.parametrize(
+    ("path", "root_path", "passed"),
+    [
+        ("/v1/models?a=%3F", "", ("/v1/models", b"a=%3F")),
+        ("/llm/v1/models", "/llm", ("/v1/models", b"")),
+        ("/v1/v1/models", "/v1", ("/v1/models", b"")),
+        ("/v1/models/a%3Fb%23c", "", ("/v1/models/a?b#c", b"")),
+    ],
+)
+def test_a_replica_gets_the_path_behind_the_prefix_of_the_route(path, root_path, passed):
+    handle = Handle()
+    assert ask(Ingress(handle, ServerOptions(), 9), "GET", path, root_path).text == "good"
+    assert [(call.path, call.query) for call in handle.calls] == [passed]
+
+
+def test_a_page_of_another_origin_reads_the_errors_of_the_ingress():
+    page, full = "https://chat.example", Handle(is_full=True)
+    ingress = Ingress(full, ServerOptions(allow_origins=[page], max_body_bytes=9), 9)
+    answers = [
+        ask(ingress, "POST", "/v1/completions", content=content, headers={"Origin": page})
+        for content in ("{}", "x" * 10)
+    ]
+    assert [answer.status_code for answer in answers] == [429, 413]
+    asked = {"Origin": page, "Access-Control-Request-Method": "POST"}
+    answers.append(ask(ingress, "OPTIONS", "/v1/completions", headers=asked))
+    assert answers[-1].status_code == 200 and len(full.calls) == 1, "a preflight needs no replica"
+    assert {answer.headers["access-control-allow-origin"] for answer in answers} == {page}
+    other = ask(ingress, "POST", "/v1/completions", headers={"Origin": "https://other.example"})
+    assert other.status_code == 429 and "access-control-allow-origin" not in other.headers
+    assert "vary" not in ask(Ingress(Handle(), ServerOptions(), 9), "GET", "/health", headers={"Origin": page}).headers
+
+
 def test_limits_of_connections_are_rays():
     with pytest.raises(ValueError, match="max_connections, write_timeout in server: Ray's proxy"):
         build(ReplicaOptions(model="m", server=dict(write_timeout=1, max_connections=2, model_name="m")))
@@ -133,7 +201,8 @@ def test_limits_of_connections_are_rays():
 
 WRONG = [
     (dict(num_replicas=0), "greater than or equal to 1"),
-    (dict(max_queued_requests=-1), "greater than or equal to 0"),  # Ray's own word for no limit
+    (dict(max_queued_requests=-1), "greater than or equal to 1"),  # Ray's own word for no limit
+    (dict(max_queued_requests=0), "greater than or equal to 1"),  # Ray refuses it
     (dict(prefix_characters=-5), "greater than or equal to 1"),  # would cut the end of a prompt
     (dict(health_seconds=float("nan")), "finite"),
     (dict(engine=dict(tensor_paralel=2)), "tensor_paralel in engine: Engine.from_pretrained has no such argument"),
