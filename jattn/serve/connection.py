@@ -22,6 +22,9 @@ MAX_HEAD_BYTES = 1 << 14
 LINGER_SECONDS = 2.0
 """Lingering close: time for a client to read an early response. The rest of its body is discarded."""
 
+MAX_REFUSED_OPEN = 32
+"""Connections over the limit that stay open until their clients have read the 503. More are closed at once."""
+
 MAX_LINGER_BYTES = 1 << 24
 """Bytes of the body that are discarded in a lingering close; after more, the connection is closed."""
 
@@ -131,6 +134,7 @@ class Connection(H11Protocol):
         self._options = options
         self.conn: H11Connection = H11Connection(options.max_framing_bytes)
         self._is_scheduled = False  # the next handle_events is scheduled
+        self._is_over_limit = False  # and is refused therefore
         self._num_discarded: int | None = None  # bytes discarded in a lingering close; None: there is none
         self._awaited: str | None = None  # what the read timer waits for: "headers", "body" or "linger"
         self._read_timer: asyncio.TimerHandle | None = None
@@ -142,7 +146,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as one byte waits
         if len(self.connections) > self._options.max_connections:
-            self._send_error(503, "the server has as many connections as it accepts; try again later", retry_after=1)
+            self._refuse_over_limit()
         self._update_read_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -202,22 +206,36 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         self._send_error(*(self.conn.refusal or (400, msg)))
 
-    def close_after_response(self) -> None:
+    def close_after_response(self, lingers: bool = False) -> None:
         """Close the connection. If there is more to read, the client first gets time to read the response.
 
         Closing a socket that holds unread bytes resets the connection, and the client may lose the response.
+        lingers: there will be more to read, because the request has not come yet.
         """
-        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) or self.transport.is_closing():
+        lingers = lingers or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
+        if not lingers or self.transport.is_closing():
             self.transport.close()
         elif self._num_discarded is None:
             self._num_discarded = 0
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has reset the connection
+                self.transport.abort()
+                return
             self.flow.resume_reading()
             self.transport.resume_reading()
             self._await("linger")
 
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: a request with Upgrade is served as one without, and uvicorn would ask for a library each time."""
+
+    def _refuse_over_limit(self) -> None:
+        """Send a 503, unless only connections that are refused themselves are too many."""
+        num_refused = sum(each._is_over_limit for each in self.connections)
+        if len(self.connections) - num_refused > self._options.max_connections:
+            self._is_over_limit = True
+            message = "the server has as many connections as it accepts; try again later"
+            self._send_error(503, message, retry_after=1, lingers=num_refused < MAX_REFUSED_OPEN)
 
     # ------------------------------------------------------------------ reading
     def _update_read_timer(self) -> None:
@@ -274,8 +292,8 @@ class Connection(H11Protocol):
             self._write_timer.cancel()
             self._write_timer = None
 
-    def _send_error(self, status: int, message: str, retry_after: int | None = None) -> None:
-        """Send an error response, unless a response has begun, and close the connection."""
+    def _send_error(self, status: int, message: str, retry_after: int | None = None, lingers: bool = False) -> None:
+        """Send an error response, unless a response has begun, and close the connection. lingers: as for that."""
         if self.transport.is_closing():
             return
         is_head = False
@@ -295,9 +313,9 @@ class Connection(H11Protocol):
             ]
             headers += [("retry-after", str(retry_after))] if retry_after is not None else []
             response = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
-            for event in (response, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event))
-        self.close_after_response()
+            events = response, h11.Data(data=b"" if is_head else body), h11.EndOfMessage()
+            self.transport.write(b"".join(self.conn.send(event) for event in events))
+        self.close_after_response(lingers)
 
 
 class _ResponseTransport:

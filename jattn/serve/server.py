@@ -13,7 +13,7 @@ from jattn.embedder import Embedder
 from jattn.engine import Engine, LockStepEngine
 from jattn.errors import EngineDeadError
 from jattn.serve.app import make_app
-from jattn.serve.connection import Connection
+from jattn.serve.connection import MAX_REFUSED_OPEN, Connection
 from jattn.serve.embeddings import make_embeddings_app
 from jattn.serve.engine_loop import EngineLoop
 from jattn.serve.handlers import ServingLoop
@@ -26,8 +26,8 @@ FLUSH_SECONDS = 5
 BACKLOG = 2048
 """Connections that may wait to be accepted, and the most that asyncio accepts in one go: uvicorn's number."""
 
-SPARE_FILES = 64
-"""Files that a server has open besides its connections."""
+SPARE_FILES = 64 + MAX_REFUSED_OPEN
+"""Files that a server has open besides the connections that it accepts; some are of connections over the limit."""
 
 
 class Server(uvicorn.Server):

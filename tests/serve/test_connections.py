@@ -1,5 +1,6 @@
 """Connections that are slow, stuck or too many: each is closed in time, and delays no other."""
 
+import contextlib
 import gc
 import json
 import socket
@@ -8,7 +9,7 @@ import time
 import httpx
 import pytest
 
-from jattn.serve.connection import Connection
+from jattn.serve.connection import MAX_REFUSED_OPEN, Connection
 from tests.serve.running import answered, connection, is_idle, post, serving, slow_engine, until_closed, wait_until
 
 ASK = {"prompt": "hello", "max_tokens": 3, "temperature": 0}
@@ -151,6 +152,56 @@ def test_more_connections_than_the_limit_are_told_so_and_places_come_back():
             peer.__exit__(None, None, None)
         wait_until(lambda: not server.server_state.connections)
         assert httpx.post(f"{url}/v1/completions", json=ASK).status_code == 200
+
+
+def test_a_client_that_sends_its_request_before_it_reads_is_told_of_the_limit():
+    """As http.client, and therefore requests and urllib: after a close its second part was a broken pipe."""
+    with serving(max_connections=1) as (_, server, url), connection(url, HEAD):
+        wait_until(lambda: len(server.server_state.connections) == 1)
+        with connection(url) as second:
+            second.recv(1, socket.MSG_PEEK)  # the response is there
+            for _ in range(3):
+                second.sendall(HEAD)
+                time.sleep(0.05)
+            said = until_closed(second)
+            assert said.startswith(b"HTTP/1.1 503") and said.endswith(b"}}")
+        others = [connection(url) for _ in range(MAX_REFUSED_OPEN + 5)]
+        with contextlib.ExitStack() as stack:
+            for told in [until_closed(stack.enter_context(each)) for each in others]:
+                assert told.startswith(b"HTTP/1.1 503") and told.endswith(b"}}")
+            wait_until(
+                lambda: len(server.server_state.connections) <= 1 + MAX_REFUSED_OPEN
+            )  # the others are not waited for
+    with serving(max_connections=1) as (_, server, url):
+        with connection(url, HEAD), connection(url) as told:
+            until_closed(told)  # and stays open at this end
+            assert len(server.server_state.connections) == 2
+            assert httpx.get(f"{url}/health").status_code == 503
+        wait_until(lambda: not server.server_state.connections)
+
+
+def test_a_refused_client_that_has_left_is_nothing_to_log(caplog):
+    with serving(max_connections=1) as (_, server, url), connection(url, HEAD):
+        wait_until(lambda: len(server.server_state.connections) == 1)
+        server.servers[0].get_loop().call_soon_threadsafe(time.sleep, 0.3)  # the server comes to it later
+        time.sleep(0.1)
+        for _ in range(3):
+            with connection(url):  # closed before the 503 is written, which a reset answers
+                pass
+        assert httpx.get(f"{url}/health").status_code == 503
+        wait_until(lambda: len(server.server_state.connections) == 1)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_a_refused_connection_takes_no_place():
+    with serving(max_connections=1) as (_, server, url):
+        with connection(url, HEAD):
+            wait_until(lambda: len(server.server_state.connections) == 1)
+            refused = connection(url)
+            until_closed(refused.__enter__())
+        wait_until(lambda: len(server.server_state.connections) <= 1)
+        assert httpx.get(f"{url}/health").status_code == 200
+        refused.__exit__(None, None, None)
 
 
 def test_cut_connections_leave_no_task_no_timer_and_no_place():
