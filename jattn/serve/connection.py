@@ -231,7 +231,7 @@ class Connection(H11Protocol):
 
     def _refuse_over_limit(self) -> None:
         """Send a 503, unless only connections that are refused themselves are too many."""
-        num_refused = sum(each._is_over_limit for each in self.connections)
+        num_refused = sum(isinstance(each, Connection) and each._is_over_limit for each in self.connections)
         if len(self.connections) - num_refused > self._options.max_connections:
             self._is_over_limit = True
             message = "the server has as many connections as it accepts; try again later"
