@@ -103,6 +103,8 @@ def parse_chat(
     arguments = {name: values[name] for name in TEMPLATE_ARGUMENTS if name in values}
     try:
         text = template.render(values["messages"], variables=variables, **arguments)
+    except ValueError as error:  # says what refuses the messages
+        raise BadRequestError(str(error), "messages") from error
     except Exception as error:  # a template is a program and may raise anything
         raise BadRequestError(f"the chat template cannot render these messages: {error}", "messages") from error
     _check_is_read(template, values)
@@ -183,7 +185,7 @@ def _read(
                 problems[name] = f"{name}={short(value)} must be {error}"
         elif name not in unsupported:
             problems[name] = f"the field {short(name)} is unknown: {_instead(name, fields)}"
-        elif value is not None and not any(_is_same(value, neutral) for neutral in unsupported[name]):
+        elif value is not None and not any(_is_neutral(value, neutral) for neutral in unsupported[name]):
             other = f", or use {USE_INSTEAD[name]}" if USE_INSTEAD.get(name) in fields else ""
             problems[name] = f"{name}={short(value)} is not supported: leave it out{other}"
     if problems:
@@ -197,7 +199,7 @@ def _instead(name: str, fields: dict[str, readers.Reader]) -> str:
     return f"it is a field of {PATHS[name]}" if name in PATHS else "leave it out"
 
 
-def _is_same(value: Any, neutral: Any) -> bool:
+def _is_neutral(value: Any, neutral: Any) -> bool:
     """Is it this value that changes nothing? A null in an object means that its key is absent."""
     if isinstance(value, dict):
         value = {key: each for key, each in value.items() if each is not None}

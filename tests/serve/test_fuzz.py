@@ -48,7 +48,7 @@ MUTANTS = {
     "the first of two equal keys counts": lambda patch: patch.setattr(
         strict_json, "_object", lambda p: dict(reversed(p))
     ),
-    "what is known and not served is taken": lambda patch: patch.setattr(fields, "_is_same", lambda a, b: True),
+    "what is known and not served is taken": lambda patch: patch.setattr(fields, "_is_neutral", lambda a, b: True),
     "places do not come back": lambda patch: patch.setattr(EngineLoop, "_abort", lambda self, request: None),
     "the chosen token is not among the top": lambda patch: patch.setattr(logprobs, "_by_text", lambda t, _: {}),
     "errors are written in another way": lambda patch: patch.setattr(

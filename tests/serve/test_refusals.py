@@ -307,7 +307,8 @@ def test_tools_are_passed_to_the_template_unless_none_may_be_called(url):
         assert counts[0] == counts[1]
         engine.chat_template = ChatTemplate("{% if tools %}{{ raise_exception('tools') }}{% endif %}x")
         assert send(other, CHAT | {"tools": tools, "tool_choice": "none"}, "chat/completions").status_code == 200
-        refused(send(other, CHAT | {"tools": tools}, "chat/completions"), param="messages")
+        told = refused(send(other, CHAT | {"tools": tools}, "chat/completions"), param="messages")
+        assert told["message"] == "the chat template refuses these messages: tools"
         body = CHAT | {"tools": tools, "parallel_tool_calls": False}
         refused(send(other, body, "chat/completions"), param="parallel_tool_calls")
 
