@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from jattn.engine.params import is_encodable
 
-ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:]+\])(?::([1-9][0-9]{0,4}))?")
-"""The form of a browser's header Origin: scheme, host, and the port unless it is the scheme's default."""
-
 BODY_BYTES, EMBEDDING_BODY_BYTES = 1 << 20, 2048 * 4096
 """The largest body, unless an option says otherwise. Of embeddings: 2048 inputs of 4096 bytes each."""
+
+ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:]+\])(?::([1-9][0-9]{0,4}))?")
+"""The form of a browser's header Origin: scheme, host, and the port unless it is the scheme's default."""
 
 ENDS_IN_NUMBER = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)\.?")
 """A host that browsers read as an IPv4 address."""

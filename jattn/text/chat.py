@@ -77,8 +77,8 @@ class ChatTemplate:
                 "messages must be a non-empty list of objects such as {'role': 'user', 'content': 'hello'}"
             )
         name = self._choose(template, tools)
-        with_null = {"content"} if self._inspection(name).asks_for_null else set()  # other templates may print nulls
-        chat = [_with_reasoning({k: v for k, v in each.items() if v is not None or k in with_null}) for each in plain]
+        may_be_null = {"content"} if self._inspection(name).asks_for_null else set()  # others may print it
+        chat = [_with_reasoning({k: v for k, v in each.items() if v is not None or k in may_be_null}) for each in plain]
         last_text = _mark(chat[-1]) if continue_final_message else None
         if add_generation_prompt is None:
             add_generation_prompt = not continue_final_message

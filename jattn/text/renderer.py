@@ -54,7 +54,7 @@ def render(source: str, variables: dict[str, Any], where: str) -> str:
     return _result_of(dict(source=source, variables=variables, max_characters=MAX_CHARACTERS), where)["text"]
 
 
-def inspect(source: str, where: str) -> "Inspection":
+def inspect(source: str, where: str) -> Inspection:
     """What the template reads; ValueError if it cannot be compiled."""
     result = _result_of(dict(source=source), where)
     return Inspection(frozenset(result["variables"]), result["asks_for_null"])

@@ -90,8 +90,10 @@ def inspected(environment: Any, source: str) -> dict[str, Any]:
     from jinja2 import meta
 
     tree = environment.parse(source)
-    asks = asks_for_null(tree)  # first, because the other search folds constants in the tree
-    return {"variables": sorted(meta.find_undeclared_variables(tree)), "asks_for_null": asks}
+    search = meta.TrackingCodeGenerator(environment)  # what meta.find_undeclared_variables runs
+    search.optimizer = None  # as in this environment: folding constants would need a deeper stack than compiling does
+    search.visit(tree)
+    return {"variables": sorted(search.undeclared_identifiers), "asks_for_null": asks_for_null(tree)}
 
 
 def asks_for_null(tree: Any) -> bool:
