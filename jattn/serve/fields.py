@@ -91,10 +91,10 @@ def parse_chat(
     wants_logprobs = values.get("logprobs", False)
     if values.get("top_logprobs") and not wants_logprobs:
         raise BadRequestError("top_logprobs needs logprobs=true", "top_logprobs")
-    if values.get("tools") and body.get("parallel_tool_calls") is False:
-        raise BadRequestError("parallel_tool_calls=false is not supported", "parallel_tool_calls")
     if body.get("tool_choice") == "none":
         values.pop("tools", None)
+    if values.get("tools") and body.get("parallel_tool_calls") is False:
+        raise BadRequestError("parallel_tool_calls=false is not supported: leave it out", "parallel_tool_calls")
     values = {name: value for name, value in values.items() if name not in ("tools", "documents") or value}
     variables = dict(values.get("chat_template_kwargs", {}))
     if "reasoning_effort" in values:

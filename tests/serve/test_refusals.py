@@ -311,6 +311,7 @@ def test_tools_are_passed_to_the_template_unless_none_may_be_called(url):
         assert told["message"] == "the chat template refuses these messages: tools"
         body = CHAT | {"tools": tools, "parallel_tool_calls": False}
         refused(send(other, body, "chat/completions"), param="parallel_tool_calls")
+        assert send(other, body | {"tool_choice": "none"}, "chat/completions").status_code == 200
 
 
 def test_what_the_template_does_not_read_is_refused_by_name():

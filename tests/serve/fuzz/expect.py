@@ -118,10 +118,11 @@ def _is_consistent(body, is_chat) -> bool:
         limits = [body[name] for name in ("max_tokens", "max_completion_tokens") if name in body]
         told = not body.get("top_logprobs") or body.get("logprobs") is True
         taken = {"messages", "tools", "documents", "add_generation_prompt"} & set(body.get("chat_template_kwargs", ()))
-        if body.get("tools") and body.get("parallel_tool_calls") is False:
+        may_call = body.get("tools") and body.get("tool_choice") != "none"
+        if may_call and body.get("parallel_tool_calls") is False:
             return False
         for_template = [name for name in ("documents", "reasoning_effort") if body.get(name) not in (None, [])]
-        for_template += ["tools"] if body.get("tools") and body.get("tool_choice") != "none" else []
+        for_template += ["tools"] if may_call else []
         if not {*for_template, *body.get("chat_template_kwargs", ())} <= WORDS_OF_TEMPLATE:
             return False
         valid = "messages" in body and told and len(set(map(str, limits))) < 2 and not taken
