@@ -102,8 +102,9 @@ def test_a_signal_has_its_code_also_if_nobody_reads_the_output(number, command, 
     reader, writer = os.pipe()
     os.close(reader)
     script = COMPILES.format(number=int(number), command=command)
-    outputs = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | dict.fromkeys(closed, writer)
-    ended = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, text=True, timeout=250, **outputs)
+    out, err = (writer if name in closed else subprocess.PIPE for name in ("stdout", "stderr"))
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, env=ENVIRONMENT, text=True, timeout=250, stdout=out, stderr=err)
     os.close(writer)
     assert ended.returncode == code and ended.stderr == (None if "stderr" in closed else sentence)
 
