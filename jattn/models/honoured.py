@@ -59,7 +59,7 @@ def honoured_options(model_type: str) -> tuple[str, ...]:
     """The keys of config.json, besides sizes, whose value this family honours; sorted."""
     family = FAMILIES[model_type]
     if family.texts:
-        return ("text_config", "tie_word_embeddings")
+        return ("text_config", *sorted(set(family.outer_keys) - EVERYWHERE))
     taken = {name for names in family.aliases.values() for name in names[1:]}  # one name of each key is enough
     sizes = {key: value for key, value in (SIZES | SAMPLES).items() if key not in taken}
     c = _Recorder(sizes | dict(model_type=model_type), "config.json", family.defaults, family.aliases)

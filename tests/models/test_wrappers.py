@@ -109,6 +109,20 @@ def test_a_wrapper_gives_its_text_the_outer_ends_and_head():
     assert (config.vocab_size, config.layers[0].attention.num_heads, config.max_positions) == (262208, 8, 131072)
 
 
+def test_the_head_of_llama4_is_tied_by_its_text_config_alone():
+    """As in transformers, which gives the outer key no effect and writes its default there."""
+    text = TEXTS["llama4"] | dict(tie_word_embeddings=True)
+    assert models.config_of(values_of("llama4", text_config=text)).tied_embeddings
+    assert not models.config_of(values_of("llama4", tie_word_embeddings=True)).tied_embeddings
+
+
+def test_soft_caps_of_gemma3_with_vision_are_refused():
+    """The whole model of transformers leaves the cap out, its text model and other programs apply it."""
+    text = TEXTS["gemma3"] | dict(final_logit_softcapping=7.0)
+    with pytest.raises(UnsupportedError, match="text_config: final_logit_softcapping=7.0 is not supported"):
+        models.config_of(values_of("gemma3", text_config=text))
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -23,6 +23,7 @@ class Family:
     unused: tuple[str, ...] = ()  # endings of the names of tensors that the model does not need
     skipped: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()  # and beginnings of such names
     texts: tuple[str, ...] = ()  # of a model with vision: the model_types of its text part
+    outer_keys: tuple[str, ...] = ()  # and keys beside text_config that take precedence over those in it
     renames: tuple[tuple[str, str], ...] = ()  # beginnings of tensor names in files -> as `tensors` has them
     prefix: str = "model."  # of tensor names; a checkpoint saved without the head lacks it
     quant_methods: tuple[str, ...] = ()  # besides METHODS of hub_formats: `tensors` reads their weights

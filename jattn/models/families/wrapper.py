@@ -37,18 +37,20 @@ IGNORED = (
     "audio_soft_tokens_per_image", "vision_soft_tokens_per_image",
 )  # fmt: skip
 """Keys that only images and audio need."""
-OUTER = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys that may also stand outside text_config; the value there takes precedence."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+OUTER = ("tie_word_embeddings", *TOKENS)
+"""Keys that may also stand outside text_config."""
 
 
-def wrapper(texts: Mapping[str, Family], **defaults: Any) -> Family:
+def wrapper(texts: Mapping[str, Family], outer_keys: tuple[str, ...] = OUTER, **defaults: Any) -> Family:
     """The family of a model with vision. texts: its text families by model_type, the usual one first.
 
-    defaults: values of keys that are absent from text_config, besides those of the text family.
+    outer_keys: those of OUTER that take precedence over text_config; the others have no effect. defaults: values of
+    keys that are absent from text_config, besides those of the text family.
     """
 
     def config(c: ConfigReader) -> ModelConfig:
-        c.ignore(*IGNORED)
+        c.ignore(*IGNORED, *OUTER)
         text = c.section("text_config").given
         kind = text.get("model_type", next(iter(texts)))
         if not isinstance(kind, str) or kind not in texts:
@@ -56,7 +58,7 @@ def wrapper(texts: Mapping[str, Family], **defaults: Any) -> Family:
                 f"{c.where}, text_config: model_type={short(kind)} is not supported in a model of this model_type; "
                 f"supported are {', '.join(texts)}"
             )
-        outer = {key: c.get(key) for key in OUTER}
+        outer = {key: c.get(key) for key in outer_keys}
         values = {**text, "model_type": kind, **{key: value for key, value in outer.items() if value is not None}}
         family = dataclasses.replace(texts[kind], defaults={**defaults, **texts[kind].defaults})
         return family.read(ConfigReader(values, f"{c.where}, text_config"))
@@ -65,15 +67,25 @@ def wrapper(texts: Mapping[str, Family], **defaults: Any) -> Family:
         return texts[config.family].tensors(config)
 
     unused = next(iter(texts.values())).unused
-    return Family(config, tensors, unused, skipped=lambda config: VISION, renames=RENAMES, texts=tuple(texts))
+    return Family(
+        config, tensors, unused, skipped=lambda config: VISION, renames=RENAMES, texts=tuple(texts),
+        outer_keys=outer_keys,
+    )  # fmt: skip
+
+
+def gemma3_with_vision(c: ConfigReader) -> ModelConfig:
+    """Gemma 3 without a cap of its logits: the whole model of transformers leaves it out, other programs apply it."""
+    c.only("final_logit_softcapping")
+    return GEMMA3_TEXT.config(c)
 
 
 QWEN3_VL_TEXT = dataclasses.replace(
     QWEN3, config=qwen3_vl_text, defaults=dict(num_key_value_heads=32, head_dim=128, rope_theta=500000.0)
 )
 GEMMA3 = wrapper(
-    {"gemma3_text": GEMMA3_TEXT}, vocab_size=262208, num_attention_heads=8, max_position_embeddings=131072,
-    rms_norm_eps=1e-6, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26,
+    {"gemma3_text": dataclasses.replace(GEMMA3_TEXT, config=gemma3_with_vision)}, vocab_size=262208,
+    num_attention_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6, hidden_size=2304, intermediate_size=9216,
+    num_hidden_layers=26,
 )  # fmt: skip
 GEMMA3N = wrapper(
     {"gemma3n_text": GEMMA3N_TEXT}, vocab_size=262400, hidden_size=2048, intermediate_size=16384, num_hidden_layers=35,
@@ -84,7 +96,8 @@ GEMMA4 = wrapper(
     num_attention_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6,
 )  # fmt: skip
 MISTRAL3 = wrapper({"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4})
-LLAMA4 = wrapper({"llama4_text": LLAMA4_TEXT})
+# In transformers the outer tie_word_embeddings has no effect; it writes its default there.
+LLAMA4 = wrapper({"llama4_text": LLAMA4_TEXT}, outer_keys=TOKENS)
 KIMI_K25 = dataclasses.replace(
     wrapper({"deepseek_v3": DEEPSEEK_V3, "kimi_k2": DEEPSEEK_V3}),
     renames=(("language_model.model.blocks.", "model.layers."), *RENAMES),  # as transformers 5 writes them
