@@ -189,7 +189,7 @@ TABLE = [
         tie_word_embeddings=BOTH,
     ),
     varied(
-        "phimoe", dict(num_local_experts=6, num_experts_per_tok=2), router_jitter_noise=[0.01, 0.6],
+        "phimoe", dict(num_local_experts=6, num_experts_per_tok=2), router_jitter_noise=[0.01, 0.6, 0.0],
         attention_bias=BOTH, lm_head_bias=BOTH, sliding_window=[None, 6],
     ),
     varied(

@@ -25,7 +25,7 @@ NUMBERS = {
 FLAGS = {"attention_bias", "mlp_bias", "use_sliding_window", "truncate", "alibi", "tie_word_embeddings"}
 MAY_BE_ZERO = {"eos_token_id", "bos_token_id", "pad_token_id", "max_window_layers", "first_k_dense_replace"}
 MAY_BE_ZERO |= {"moe_num_shared_experts", "moe_layer_start_index", "moe_layer_end_index", "zero_expert_num"}
-MAY_BE_ZERO |= {"num_kv_shared_layers", "altup_active_idx"}
+MAY_BE_ZERO |= {"num_kv_shared_layers", "altup_active_idx", "router_jitter_noise"}
 
 
 def allowed(key: str, kind: str, good: object = None) -> bool:
@@ -100,6 +100,8 @@ def test_a_bad_value_is_named_in_one_sentence(name):
         ("albert", dict(inner_group_num=2), "inner_group_num=2 is not supported; it must be 1"),
         ("ernie", dict(use_task_id=1), "use_task_id=1 must be true or false"),
         ("phimoe", dict(num_experts_per_tok=1), "num_experts_per_tok=1 is not supported; it must be 2"),
+        ("phimoe", dict(router_jitter_noise=-0.5), "router_jitter_noise=-0.5 must be a number from 0 to 1e.18"),
+        ("qwen3", dict(rms_norm_eps=0.0), "rms_norm_eps=0.0 must be a finite number above 0 up to 1e.18, with an abs"),
         ("glm4", dict(partial_rotary_factor=0.6), "7 of head_dim=12 with partial_rotary_factor=0.6, must be even"),
         ("gpt2", dict(quantization_config=dict(quant_method="gptq", bits=4)), "quantization_config=.* is not supp"),
         ("gemma4_text", dict(global_head_dim=7), "global_head_dim=7 must be even"),

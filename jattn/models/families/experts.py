@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from jattn.models.config import ModelConfig
-from jattn.models.config_reader import MAX_COUNT, ConfigReader
+from jattn.models.config_reader import MAX_COUNT, MAX_MAGNITUDE, ConfigReader
 from jattn.models.families.family import Family
 from jattn.models.families.llama import ERNIE_DEFAULTS, ERNIE_FIXED, first_chunk
 from jattn.models.families.shared import (
@@ -231,7 +231,7 @@ def phimoe(c: ConfigReader) -> ModelConfig:
         width=c.count("intermediate_size"),
         activation=c.choice("hidden_act", ACTIVATIONS, "silu"),
         scores="sparsemixer",
-        jitter=c.number("router_jitter_noise", 0.01, above=0),
+        jitter=c.number_within("router_jitter_noise", (0.0, MAX_MAGNITUDE), 0.01),
     )
     c.ignore("input_jitter_noise")
     size, longest = heads_of(c)["head_dim"], c.count("max_position_embeddings")
