@@ -63,8 +63,9 @@ def projected_prefill(
         """The rows of these pages' tokens. shift: i32[R] to add to the position of each request's tokens."""
         request = jnp.broadcast_to(pages.request[:, None], pages.position.shape).reshape(-1)
         token = pages.position.reshape(-1) + (0 if shift is None else shift[request])
-        slots = slots_of(table, request, token, cache.spec.block_size)
-        return gather_latent(spec, cache, jnp.where(pages.live.reshape(-1), slots, -1), params)
+        slots = jnp.where(pages.live.reshape(-1), slots_of(table, request, token, cache.spec.block_size), -1)
+        slots = lax.optimization_barrier(slots)  # else XLA:GPU finds a row's slot again for each of its columns
+        return gather_latent(spec, cache, slots, params)
 
     pages = plan.new.pages
     if new_rows is None:
