@@ -24,6 +24,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -252,10 +253,10 @@ def sizes_of(config, params) -> tuple[int, float, int]:
     return total, 2.0 * products, cache
 
 
-def decode_steps(work: list[tuple[list[int], int]], rows: int) -> tuple[int, int]:
+def decode_steps(work: list[tuple[list[int], int]], rows: int, reach: float = math.inf) -> tuple[int, int]:
     """(decode steps, keys read in all of them) if each request starts in order as soon as a row is free.
 
-    A prompt's own pass gives the first token, and costs only its products.
+    A prompt's own pass gives the first token, and costs only its products. reach: keys that a query sees, at most.
     """
     waiting, running, steps, keys = list(reversed(work)), [], 0, 0
     while waiting or running:
@@ -264,7 +265,7 @@ def decode_steps(work: list[tuple[list[int], int]], rows: int) -> tuple[int, int
             running.append([len(prompt) + 1, new - 1])  # keys of the next step, steps left
         running = [row for row in running if row[1] > 0]
         if running:
-            steps, keys = steps + 1, keys + sum(length for length, _ in running)
+            steps, keys = steps + 1, keys + int(sum(min(length, reach) for length, _ in running))
             running = [[length + 1, left - 1] for length, left in running]
     return steps, keys
 

@@ -1,7 +1,10 @@
 """The models of benchmarks.gpu.whole_models in their small form, and the floor beside which a trace stands."""
 
+import subprocess
+
 import jax
 import numpy as np
+import pytest
 
 from benchmarks import records
 from benchmarks.gpu import served, trace, whole_models
@@ -37,3 +40,22 @@ def test_the_floor_of_decodes_is_reading_or_multiplying():
     longest = max(found["floor_weights_seconds"], found["floor_products_seconds"])
     rest = found["floor_kv_seconds"] + found["floor_prompts_seconds"]
     np.testing.assert_allclose(found["floor_seconds"], longest + rest)
+
+
+def test_the_floor_reads_no_key_outside_a_window():
+    """One layer of gpt-oss has a window of 128 keys, the other none."""
+    config = models.config_of(whole_models.CONFIGS["gpt_oss_20b"] | whole_models.SMALL)
+    params = served.weights_of(served.Case("gpt_oss_20b", 2), config)
+    found = whole_models.floor_of(config, params, [([1] * 200, 3), ([1] * 100, 2)], 2)
+    of_token = 2 * 2 * 32 * 2  # of a layer: keys and values of 2 heads
+    keys = (128 + 128 + 101) + (201 + 202 + 101)
+    np.testing.assert_allclose(found["floor_kv_seconds"], keys * of_token / whole_models.READ_RATE)
+
+
+@pytest.mark.parametrize(("ends", "code"), [([0, 0], 0), ([0, 1], 1), ([-9, 0], 1)])
+def test_a_model_whose_process_is_killed_has_failed(monkeypatch, ends, code):
+    """A process that a signal ends has a return code below 0, as one whose memory is too large."""
+    left = list(ends)
+    ended = lambda command, check: subprocess.CompletedProcess(command, left.pop(0))
+    monkeypatch.setattr(whole_models.subprocess, "run", ended)
+    assert whole_models.main(["--only", "llama_8b,qwen25_7b"]) == code and not left
