@@ -7,7 +7,7 @@
 A layer projects the rows of one part after the other, and lets the paged kernel attend to them: mla_gpu_prefill.py.
 """
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -98,6 +98,20 @@ class PromptPart:
 
 
 @pytree
+class PromptQueries:
+    """The packed queries of each request."""
+
+    starts: jax.Array  # i32[R+1] the first token of each request; then that of the batch's padding
+    lens: jax.Array  # i32[R] 0: the request is left out
+    num_tokens: int = static()  # of the batch, with padding
+
+    def part(self, pages: Pages, config: GpuKernelConfig, causal: jax.Array | None = None) -> PromptPart:
+        """causal: bool[R] of each request; None: as config has it."""
+        work = build_work_list(self.starts, pages.lens, self.num_tokens, config, causal, query_lens=self.lens)
+        return PromptPart(pages=pages, work=work, config=config)
+
+
+@pytree
 class Windows:
     """Parts of equal size, one after the other."""
 
@@ -128,34 +142,43 @@ def prompt_plan(spec: MLASpec, dtype: str, m: MLAMetadata, block_size: int) -> P
     earlier = jnp.where(lens > 0, jnp.maximum(batch.seq_lens - lens, 0), 0)
     own = jnp.where(lens > 0, batch.seq_lens - earlier, 0)
     starts = jnp.append(batch.start, jnp.max(batch.start + lens))
+    queries = PromptQueries(starts=starts, lens=lens, num_tokens=num_tokens)
     kind: dict[str, Any] = dict(rows=most, num_tokens=num_tokens)
-
-    def part(pages: Pages, causal, config: GpuKernelConfig) -> PromptPart:
-        work = build_work_list(starts, pages.lens, num_tokens, config, causal, query_lens=lens)
-        return PromptPart(pages=pages, work=work, config=config)
 
     page = next((n for n in NEW_PAGES if n * requests * 4 <= num_tokens), NEW_PAGES[-1])
     causal = None if batch.rows.causal is None else batch.rows.causal[jnp.minimum(batch.start, num_tokens - 1)]
     config = projection_config(spec, dtype, page, causal=m.is_causal, per_request=causal is not None, **kind)
-    new = part(pages_of(own, 0, num_tokens // page + requests, page, most), causal, config)
+    new = queries.part(pages_of(own, 0, num_tokens // page + requests, page, most), config, causal)
 
     longest = m.block_table.shape[1] * block_size
     config = projection_config(spec, dtype, PAGE, causal=False, out_dtype="float32", **kind)
     width = PAGE * spec.num_heads * (spec.qk_head_dim + spec.v_head_dim) * jnp.dtype(dtype).itemsize
-    window = lambda size: lambda low: part(pages_of(earlier, low, size, PAGE, longest), None, config)
     total, capacity = jnp.sum(cdiv(earlier, PAGE), dtype=jnp.int32), requests * cdiv(longest, PAGE)
     large = max(min(WINDOW_BYTES // width, LARGE_WINDOW, capacity), 1)
     small, low, windows = min(SMALL_WINDOW, large), jnp.int32(0), []
+    of_earlier = functools.partial(windows_of, queries, earlier, config=config, longest=longest)
     if small < large:  # until what is left takes at most half of a large one
-        windows.append(_windows(window(large), low, total - large // 2, large, capacity - large // 2))
+        windows.append(of_earlier(low, total - large // 2, size=large, most=capacity - large // 2))
         low, capacity = windows[0].count * large, large // 2
-    windows.append(_windows(window(small), low, total, small, capacity))
+    windows.append(of_earlier(low, total, size=small, most=capacity))
     return PromptPlan(earlier=earlier, new=new, windows=tuple(windows))
 
 
-def _windows(part: Callable[[Any], PromptPart], low, end, size: int, most: int) -> Windows:
-    """Windows of `size` pages from page `low` until `end`. most: static bound of end - low."""
+@functools.partial(jax.jit, static_argnames=("config", "longest", "size", "most"), inline=True)
+def windows_of(
+    queries: PromptQueries, earlier: jax.Array, low: jax.Array, end: jax.Array, *,
+    config: GpuKernelConfig, longest: int, size: int, most: int,
+) -> Windows:  # fmt: skip
+    """Windows of `size` pages of earlier tokens, from page `low` until `end`.
+
+    longest: static bound of a request's tokens. most: of end - low. Jitted, so that a plan that is built outside jit
+    does not compile the loop again: JAX keeps the program of a loop for the functions that it was given.
+    """
     count, bound = jnp.maximum(cdiv(end - low, size), 0), max(cdiv(most, size), 1)
+
+    def part(low) -> PromptPart:
+        return queries.part(pages_of(earlier, low, size, config.page_size, longest), config)
+
     empty = jax.tree.map(lambda x: jnp.zeros((bound, *x.shape), x.dtype), jax.eval_shape(part, low))
 
     def fill(i, parts: PromptPart) -> PromptPart:

@@ -58,8 +58,12 @@ def by_numpy(**constants):
     of_layers = {name: constants.pop(name) for name in ("JOINED",) if name in constants}
     lists = mock.patch.multiple(mla_gpu_prompts, build_work_list=_work, **constants)
     layers = mock.patch.multiple(mla_gpu_prefill, ragged_paged_attention=attention_over_pages, **of_layers)
-    with lists, layers:
-        yield
+    mla_gpu_prompts.windows_of.clear_cache()  # of work lists that the kernel reads
+    try:
+        with lists, layers:
+            yield
+    finally:
+        mla_gpu_prompts.windows_of.clear_cache()
 
 
 def _work(starts, lens, *_, query_lens) -> Work:

@@ -14,6 +14,7 @@ from jattn.backends.gpu_kernel import HOPPER
 from jattn.backends.mla_gpu_prefill import projected_prefill
 from jattn.backends.mla_gpu_prompts import pages_of, prompt_plan
 from tests.backends.paged_oracle import by_numpy
+from tests.conftest import count_compiles
 from tests.ops.latent import normal, poisoned_table
 from tests.oracle.mla import latent_attention
 
@@ -105,3 +106,14 @@ def test_a_layer_makes_no_plan_of_its_own_unless_its_queries_have_another_dtype(
         for dtype, plans in (("bfloat16", 0), ("float16", 1)):
             jax.eval_shape(mla.attend, jax.ShapeDtypeStruct((21, 4, 96), dtype), cache, m, params)
             assert made.call_count == plans
+
+
+def test_a_further_plan_outside_jit_compiles_nothing():
+    """A loop with a body of its own in each call was compiled again by each build: 2 s, instead of 0.03."""
+    mla = MLAAttention(SPEC, mla_cache_spec(SPEC, 40, 16), "mla_pallas_gpu", HOPPER)
+    table = poisoned_table([300, 40], 16, 40, 20)
+    for queries in (20, 21):
+        meta = jattn.CommonAttentionMetadata.from_lengths([queries, 1], [300, 40], table, 16, num_tokens=32)
+        with count_compiles() as seen:
+            mla.build(meta)
+    assert seen.total == 0, seen.names
