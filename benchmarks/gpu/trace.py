@@ -24,7 +24,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -253,21 +252,27 @@ def sizes_of(config, params) -> tuple[int, float, int]:
     return total, 2.0 * products, cache
 
 
-def decode_steps(work: list[tuple[list[int], int]], rows: int, reach: float = math.inf) -> tuple[int, int]:
-    """(decode steps, keys read in all of them) if each request starts in order as soon as a row is free.
+def decode_keys(work: list[tuple[list[int], int]], rows: int) -> list[list[int]]:
+    """Of each decode step, the keys that each row reads, if each request starts in order as soon as a row is free.
 
-    A prompt's own pass gives the first token, and costs only its products. reach: keys that a query sees, at most.
+    A prompt's own pass gives the first token, and costs only its products.
     """
-    waiting, running, steps, keys = list(reversed(work)), [], 0, 0
+    waiting, running, steps = list(reversed(work)), [], []
     while waiting or running:
         while waiting and len(running) < rows:
             prompt, new = waiting.pop()
             running.append([len(prompt) + 1, new - 1])  # keys of the next step, steps left
         running = [row for row in running if row[1] > 0]
         if running:
-            steps, keys = steps + 1, keys + int(sum(min(length, reach) for length, _ in running))
+            steps.append([length for length, _ in running])
             running = [[length + 1, left - 1] for length, left in running]
-    return steps, keys
+    return steps
+
+
+def decode_steps(work: list[tuple[list[int], int]], rows: int) -> tuple[int, int]:
+    """(decode steps, keys read in all of them): see decode_keys."""
+    steps = decode_keys(work, rows)
+    return len(steps), sum(map(sum, steps))
 
 
 def floor_of(config, params, work, rows: int, ceilings: dict) -> dict:

@@ -5,10 +5,12 @@
 Random weights of published models with all of their layers, and 256 greedy requests, at most 128 at a time: prompts of
 128 to 511 tokens, outputs of 128 to 383. Each model has a process of its own, on a machine without compiled programs.
 
-The floor is what no engine can beat with these rows: of each decode step the longer of reading its weights (of a
-mixture the experts that random choices reach) and of multiplying, and its keys; of prompts the products. 4.68 TB/s and
-700 TFLOP/s. `busy` is the share of a further run in which the device had begun a dispatch and not ended it, `kernels`
-those that took most of that run; of a loop inside a CUDA graph CUPTI shows the first step only.
+The floor is what no engine can beat with these rows. Decodes: the longer of reading the weights in every step (of a
+mixture, the experts that random choices of its rows reach) and of all products; then the keys and values that each row
+sees, read once a step. Prompts: their products. It reads at 4.68 TB/s and multiplies at 700 TFLOP/s.
+
+`busy` is the share of a further run in which the device had begun a dispatch and not ended it, `kernels` are those that
+took most of that run; of a loop inside a CUDA graph CUPTI shows the first step only.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import math
 import subprocess
 import sys
 import time
+from collections import Counter
 
 import jax
 import numpy as np
@@ -59,7 +62,7 @@ SMALL |= dict(num_hidden_layers=2, head_dim=32)
 
 
 def used_numbers(config: models.ModelConfig, params) -> float:
-    """The numbers of the matrices that multiply a token, without embeddings and head."""
+    """How many numbers of matrices a token is multiplied by, without embeddings and head."""
     total = 0.0
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_quantised):
         name = weight_path(path)
@@ -70,28 +73,29 @@ def used_numbers(config: models.ModelConfig, params) -> float:
     return total
 
 
-def kv_bytes(config: models.ModelConfig, work: list, rows: int) -> float:
-    """Bytes of the keys and values that all decode steps read; a layer with a window reads those within it."""
+def kv_bytes(config: models.ModelConfig, steps: list[list[int]]) -> float:
+    """Bytes of the keys and values that steps of rows with so many keys read; a window hides those before it."""
     total = 0.0
     for layer, spec in zip(config.layers, config.cache_specs(2, 16, dtype="bfloat16"), strict=True):
         reach = min((n for n in layer.attention.retention if n is not None), default=math.inf)
-        total += trace.decode_steps(work, rows, reach)[1] * spec.bytes_per_block / 16
+        total += sum(min(keys, reach) for step in steps for keys in step) * spec.bytes_per_block / 16
     return total
 
 
 def floor_of(config: models.ModelConfig, params, work: list, rows: int) -> dict[str, float]:
     """The least seconds of a trace, and their parts."""
-    steps, _ = trace.decode_steps(work, rows)
-    flop = 2 * used_numbers(config, params)
+    steps, flop = trace.decode_keys(work, rows), 2 * used_numbers(config, params)
+    times = Counter(map(len, steps))  # rows of a step -> steps
+    weights = sum(count * served.read_bytes(params, config, rows) for rows, count in times.items())
     parts = dict(
-        floor_weights_seconds=steps * served.read_bytes(params, config, rows) / READ_RATE,
+        floor_weights_seconds=weights / READ_RATE,
         floor_products_seconds=sum(new for _, new in work) * flop / MULTIPLY_RATE,
-        floor_kv_seconds=kv_bytes(config, work, rows) / READ_RATE,
+        floor_kv_seconds=kv_bytes(config, steps) / READ_RATE,
         floor_prompts_seconds=sum(len(prompt) for prompt, _ in work) * flop / MULTIPLY_RATE,
     )
     of_decodes = max(parts["floor_weights_seconds"], parts["floor_products_seconds"])
     seconds = of_decodes + parts["floor_kv_seconds"] + parts["floor_prompts_seconds"]
-    return parts | dict(floor_seconds=seconds, floor_steps=steps)
+    return parts | dict(floor_seconds=seconds, floor_steps=len(steps))
 
 
 def measure(case: served.Case, load: trace.Trace, small: bool) -> dict:

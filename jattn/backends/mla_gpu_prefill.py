@@ -43,8 +43,9 @@ def projected_prefill(
 ) -> AttentionState:  # fmt: skip
     """The materialised form for the requests of m that have queries; the rows of other tokens may hold anything.
 
-    new_rows: (kv_c [T L], k_pe [T R]), or None to read the cache. plan: that of m; None: it is made here. The state of
-    the new tokens is rounded to q's dtype before that of earlier ones is merged into it.
+    new_rows: (kv_c [T L], k_pe [T R]), or None to read the cache. plan: that of m; it is made here if there is none, or
+    if it is for another dtype of q. The state of the new tokens is rounded to q's dtype before that of earlier ones is
+    merged into it.
     """
     spec, batch = latent.spec, m.level.batch
     if plan is None or not plan.is_for(q.dtype.name):

@@ -2,7 +2,7 @@
 
     new tokens        in pages of their own; each query sees those before it
     earlier tokens    in windows of two sizes, whole pages of all requests end to end; every query of a request sees
-                      its request's. How many windows there are depends on the batch, inside jit
+                      its request's. The number of windows is traced: it depends on the lengths, not on the shapes
 
 A layer projects the rows of one part after the other, and lets the paged kernel attend to them: mla_gpu_prefill.py.
 """
@@ -38,7 +38,7 @@ class Pages:
 
     request: jax.Array  # i32[P]
     first: jax.Array  # i32[P] which of its request's tokens is in its first place
-    held: jax.Array  # i32[P] its tokens
+    held: jax.Array  # i32[P] how many tokens it has
     begin: jax.Array  # i32[R] the first page of each request
     lens: jax.Array  # i32[R] tokens of each request in these pages
     size: int = static()  # places of a page
@@ -66,9 +66,9 @@ class Pages:
 
 
 def pages_of(counts: jax.Array, low, num_pages: int, page: int, most: int) -> Pages:
-    """Pages low .. low + num_pages - 1 of all requests end to end, each of `counts` i32[R] tokens from a new page on.
+    """Pages low .. low + num_pages - 1 of all requests' pages, which lie end to end.
 
-    most: static bound of a request's tokens.
+    counts: i32[R] tokens of each request; the first begins a page. page: tokens of a page. most: bound of counts.
     """
     pages = cdiv(counts, page)
     ends = jnp.cumsum(pages, dtype=jnp.int32)
@@ -124,7 +124,7 @@ class Windows:
 
 @pytree
 class PromptPlan:
-    """The parts of a batch's long prompts. All that is left out is what depends on the layer: its rows and weights."""
+    """The parts of a batch's long prompts. It has no rows, weights or blocks: layers of equal specs share it."""
 
     earlier: jax.Array  # i32[R] tokens of each request before its new ones; 0 of a request without queries
     new: PromptPart

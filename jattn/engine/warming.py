@@ -52,8 +52,8 @@ def compile_all(
                     report(shape)
                 else:
                     to_compile.append(shape)
-            # Lowering holds the GIL and compiling does not: one program is lowered while others compile. Those of
-            # prompts take longest, several times as long for latent attention, so they come first.
+            # Lowering holds the GIL and compiling does not: one program is lowered while others compile. What
+            # compiles longest comes first: the programs of prompts, and of each kind the largest.
             to_compile.sort(key=lambda shape: (shape.is_decode, -shape.num_tokens))
             with _garbage_collector_off():
                 jobs = {pool.submit(compile, each, lower(each)): each for each in to_compile}

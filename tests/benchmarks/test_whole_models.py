@@ -52,6 +52,15 @@ def test_the_floor_reads_no_key_outside_a_window():
     np.testing.assert_allclose(found["floor_kv_seconds"], keys * of_token / whole_models.READ_RATE)
 
 
+def test_the_floor_reads_the_experts_of_the_rows_that_are_left():
+    """2 steps: one of two rows, then one of the longer output alone."""
+    config = models.config_of(whole_models.CONFIGS["qwen3_30b"] | whole_models.SMALL)
+    params = served.weights_of(served.Case("qwen3_30b", 2), config)
+    found = whole_models.floor_of(config, params, [([1] * 10, 3), ([1] * 20, 2)], 2)
+    read = served.read_bytes(params, config, 2) + served.read_bytes(params, config, 1)
+    np.testing.assert_allclose(found["floor_weights_seconds"], read / whole_models.READ_RATE)
+
+
 @pytest.mark.parametrize(("ends", "code"), [([0, 0], 0), ([0, 1], 1), ([-9, 0], 1)])
 def test_a_model_whose_process_is_killed_has_failed(monkeypatch, ends, code):
     """A process that a signal ends has a return code below 0, as one whose memory is too large."""

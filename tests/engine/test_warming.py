@@ -155,7 +155,7 @@ def test_a_dispatch_takes_caches_and_row_state_in_place():
 
 
 def test_programs_of_prompts_are_compiled_first(monkeypatch):
-    """They take longest, and the first that are lowered compile while the others are lowered."""
+    """They compile longest; what is lowered first compiles while the others are lowered."""
     order, lower, served = [], programs.Programs.lower, engine()
     padding = functools.partial(warming._padding, served.runner.model, served.shapes)
     shape_of = {padding(shape).tree: shape for shape in served.shapes.all()}
