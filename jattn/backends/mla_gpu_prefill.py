@@ -78,7 +78,7 @@ def projected_prefill(
 
     def with_windows(windows: Windows, state: AttentionState) -> AttentionState:
         def step(i, state):
-            return merge(state, attend(part := windows[i], cached(part.pages)))
+            return merge(state, attend(part := windows.part(i), cached(part.pages)))
 
         return lax.fori_loop(0, windows.count, step, state)
 

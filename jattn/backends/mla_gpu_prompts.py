@@ -118,7 +118,8 @@ class Windows:
     parts: PromptPart  # each array with one more axis in front; what is past `count` may hold anything
     count: jax.Array  # i32[]
 
-    def __getitem__(self, index) -> PromptPart:
+    def part(self, index) -> PromptPart:
+        """Window number `index`, which may be traced."""
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.parts)
 
 
