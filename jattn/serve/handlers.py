@@ -169,7 +169,7 @@ def make_application(handlers: Handlers, routes: Sequence[Route]) -> Starlette:
 
 
 def cors(options: ServerOptions) -> list[Middleware]:
-    """Around all others: a preflight is no request, and each response has the headers, errors too."""
+    """CORS, the outermost middleware: a preflight is neither logged nor counted, and errors have the headers too."""
     if not options.allow_origins:
         return []
     return [
@@ -178,7 +178,7 @@ def cors(options: ServerOptions) -> list[Middleware]:
             allow_origins=options.allow_origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            allow_private_network=True,  # Chrome asks if a public page calls this machine: the origin is allowed to
+            allow_private_network=True,  # Chrome asks for it before a public page may call a server of this machine
             expose_headers=("X-Request-Id", "Retry-After"),
         )
     ]

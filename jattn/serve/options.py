@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jattn.engine.params import is_encodable
 
 BODY_BYTES, EMBEDDING_BODY_BYTES = 1 << 20, 2048 * 4096
-"""The largest body, unless an option says otherwise. Of embeddings: 2048 inputs of 4096 bytes each."""
+"""The default limit of a body, of an engine's server and of an embedding server: 2048 inputs of 4096 bytes each."""
 
 ORIGIN = re.compile(r"([a-z][a-z0-9+.-]*)://([a-z0-9._-]+|\[[0-9a-f:]+\])(?::([1-9][0-9]{0,4}))?")
 """The form of a browser's header Origin: scheme, host, and the port unless it is the scheme's default."""
@@ -74,8 +74,9 @@ def _origin_reasons(origins: object) -> list[str]:
     if not isinstance(origins, (list, tuple)):
         return [f"allow_origins={origins!a} must be a list of origins"]
     wanted = (
-        "must be '*' or an origin as browsers send it: scheme://host or scheme://host:port, in lower case and ASCII "
-        "(xn--), without a path and without the scheme's default port"
+        "must be '*' or an origin as browsers send it: scheme://host or scheme://host:port (or file://), in lower "
+        "case, letters beyond ASCII as xn--, an address in its usual form (127.0.0.1, [::1]), without a path and "
+        "without the scheme's default port"
     )
     return [f"allow_origins: {each!a} {wanted}" for each in origins if each != "*" and not _is_origin(each)]
 
@@ -92,15 +93,21 @@ def _is_origin(text: object) -> bool:
 
 
 def _is_host(text: str) -> bool:
-    """Is an address in the one form to which browsers change the others? 127.1 is sent as 127.0.0.1."""
+    """False for an address in a form that browsers do not send: they write 127.1 as 127.0.0.1."""
     try:
         if text.startswith("["):
-            address = ipaddress.IPv6Address(text[1:-1])
-            is_mapped = address.ipv4_mapped is not None and text.startswith("[::ffff:")  # Python may write it with dots
-            return is_mapped or address.compressed == text[1:-1]
+            return text == f"[{_written(ipaddress.IPv6Address(text[1:-1]))}]"
         return not ENDS_IN_NUMBER.fullmatch(text) or str(ipaddress.IPv4Address(text)) == text
     except ValueError:
         return False
+
+
+def _written(address: ipaddress.IPv6Address) -> str:
+    """As browsers write it: newer versions of Python write the IPv4 address in ::ffff:7f00:1 with dots."""
+    if address.ipv4_mapped is None:
+        return address.compressed
+    high, low = divmod(int(address.ipv4_mapped), 1 << 16)
+    return f"::ffff:{high:x}:{low:x}"
 
 
 def _is_header_value(text: object) -> bool:

@@ -148,7 +148,7 @@ def test_without_the_option_a_preflight_is_a_method_that_is_not_allowed():
     [
         "http://localhost", "http://localhost:3000", "https://a-b.example.com:8443", "http://127.0.0.1:8080",
         "http://[::1]:5173", "app://obsidian.md", "tauri://localhost", "chrome-extension://abcdefghijklmnop",
-        "vscode-webview://0a1b2c", "http://[2001:db8::1:0]:8080", "http://[::ffff:7f00:1]", "file://",
+        "vscode-webview://0a1b2c", "http://[2001:db8::1:0]:8080", "http://[::ffff:7f00:1]", "http://[::ffff:0:1]", "file://",
         "https://xn--tda.example", "https://1password.example", "https://a.0x7g", "*",
     ],
 )  # fmt: skip
@@ -165,7 +165,7 @@ def test_an_origin_is_a_scheme_a_host_and_a_port(origin):
         "https://user@x.example", "https://x.example\n", " https://x.example", "https://x.example,https://y.example",
         "https://ü.example", "http://127.1", "http://127.0.0.01", "http://1.2.3.256", "http://2130706433", "http://0x7f.1",
         "http://127.0.0.1.", "http://[0:0:0:0:0:0:0:1]", "http://[::ffff:127.0.0.1]", "http://[::01]", "http://[1::2::3]",
-        "http://[:::]", "file:///", "**", None, 7, b"*",
+        "http://[:::]", "http://[::ffff:007f:1]", "http://[0::ffff:7f00:1]", "file:///", "**", None, 7, b"*",
     ],
 )  # fmt: skip
 def test_what_is_no_origin_is_refused_with_what_was_wanted(origin):
