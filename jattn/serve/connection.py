@@ -23,7 +23,10 @@ LINGER_SECONDS = 2.0
 """Lingering close: time for a client to read an early response. The rest of its body is discarded."""
 
 MAX_REFUSED_OPEN = 32
-"""Connections over the limit that stay open until their clients have read the 503. More are closed at once."""
+"""Refused connections that stay open, for at most LINGER_SECONDS, until their clients have read the 503.
+
+Further ones are closed at once, and a client that has sent a request may lose the 503.
+"""
 
 MAX_LINGER_BYTES = 1 << 24
 """Bytes of the body that are discarded in a lingering close; after more, the connection is closed."""
@@ -134,7 +137,7 @@ class Connection(H11Protocol):
         self._options = options
         self.conn: H11Connection = H11Connection(options.max_framing_bytes)
         self._is_scheduled = False  # the next handle_events is scheduled
-        self._is_over_limit = False  # and is refused therefore
+        self._is_refused = False  # because the server has as many connections as it accepts
         self._num_discarded: int | None = None  # bytes discarded in a lingering close; None: there is none
         self._awaited: str | None = None  # what the read timer waits for: "headers", "body" or "linger"
         self._read_timer: asyncio.TimerHandle | None = None
@@ -210,7 +213,7 @@ class Connection(H11Protocol):
         """Close the connection. If there is more to read, the client first gets time to read the response.
 
         Closing a socket that holds unread bytes resets the connection, and the client may lose the response.
-        lingers: there will be more to read, because the request has not come yet.
+        lingers: wait for more although no request has begun, because the client may be sending it.
         """
         lingers = lingers or self.conn.their_state in (h11.SEND_BODY, h11.ERROR)
         if not lingers or self.transport.is_closing():
@@ -230,10 +233,10 @@ class Connection(H11Protocol):
         """Nothing: a request with Upgrade is served as one without, and uvicorn would ask for a library each time."""
 
     def _refuse_over_limit(self) -> None:
-        """Send a 503, unless only connections that are refused themselves are too many."""
-        num_refused = sum(isinstance(each, Connection) and each._is_over_limit for each in self.connections)
+        """Send a 503 if the connections that are not refused are more than max_connections."""
+        num_refused = sum(isinstance(each, Connection) and each._is_refused for each in self.connections)
         if len(self.connections) - num_refused > self._options.max_connections:
-            self._is_over_limit = True
+            self._is_refused = True
             message = "the server has as many connections as it accepts; try again later"
             self._send_error(503, message, retry_after=1, lingers=num_refused < MAX_REFUSED_OPEN)
 
@@ -293,7 +296,7 @@ class Connection(H11Protocol):
             self._write_timer = None
 
     def _send_error(self, status: int, message: str, retry_after: int | None = None, lingers: bool = False) -> None:
-        """Send an error response, unless a response has begun, and close the connection. lingers: as for that."""
+        """Send an error response, unless a response has begun; then close_after_response(lingers)."""
         if self.transport.is_closing():
             return
         is_head = False

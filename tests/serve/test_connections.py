@@ -195,13 +195,12 @@ def test_a_refused_client_that_has_left_is_nothing_to_log(caplog):
 
 def test_a_refused_connection_takes_no_place():
     with serving(max_connections=1) as (_, server, url):
-        with connection(url, HEAD):
-            wait_until(lambda: len(server.server_state.connections) == 1)
-            refused = connection(url)
-            until_closed(refused.__enter__())
-        wait_until(lambda: len(server.server_state.connections) <= 1)
-        assert httpx.get(f"{url}/health").status_code == 200
-        refused.__exit__(None, None, None)
+        with contextlib.ExitStack() as stack:
+            with connection(url, HEAD):
+                wait_until(lambda: len(server.server_state.connections) == 1)
+                until_closed(stack.enter_context(connection(url)))  # and stays open at this end
+            wait_until(lambda: len(server.server_state.connections) <= 1)
+            assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_cut_connections_leave_no_task_no_timer_and_no_place():
