@@ -99,7 +99,9 @@ def parse_chat(
     variables = dict(values.get("chat_template_kwargs", {}))
     if "reasoning_effort" in values:
         if variables.setdefault("reasoning_effort", values["reasoning_effort"]) != values["reasoning_effort"]:
-            raise BadRequestError("reasoning_effort differs in chat_template_kwargs; give one", "reasoning_effort")
+            raise BadRequestError(
+                "reasoning_effort differs from that in chat_template_kwargs: leave one of them out", "reasoning_effort"
+            )
     arguments = {name: values[name] for name in TEMPLATE_ARGUMENTS if name in values}
     try:
         text = template.render(values["messages"], variables=variables, **arguments)
@@ -200,7 +202,7 @@ def _instead(name: str, fields: dict[str, readers.Reader]) -> str:
 
 
 def _is_neutral(value: Any, neutral: Any) -> bool:
-    """Is it this value that changes nothing? A null in an object means that its key is absent."""
+    """Is the value equal to this one, which changes nothing? A null in an object means that its key is absent."""
     if isinstance(value, dict):
         value = {key: each for key, each in value.items() if each is not None}
     return type(value) is type(neutral) and value == neutral  # in Python True == 1

@@ -43,7 +43,7 @@ class ChatTemplate:
     ):
         self._sources = {"default": source} if isinstance(source, str) else dict(source)
         self._variables, self._where, self._problem = dict(variables or {}), where, problem
-        self._inspections: dict[str, Inspection] = {}  # of each template that was rendered
+        self._inspections: dict[str, Inspection] = {}  # name of a template -> what it reads, once that is asked for
 
     def render(
         self,
@@ -77,7 +77,7 @@ class ChatTemplate:
                 "messages must be a non-empty list of objects such as {'role': 'user', 'content': 'hello'}"
             )
         name = self._choose(template, tools)
-        may_be_null = {"content"} if self._inspection(name).asks_for_null else set()  # others may print it
+        may_be_null = {"content"} if self._inspection(name).asks_for_null else set()  # other templates may print "None"
         chat = [_with_reasoning({k: v for k, v in each.items() if v is not None or k in may_be_null}) for each in plain]
         last_text = _mark(chat[-1]) if continue_final_message else None
         if add_generation_prompt is None:
@@ -89,7 +89,7 @@ class ChatTemplate:
         return text if last_text is None else _cut(text, last_text, self._where)
 
     def does_read(self, variable: str, tools: Any = None) -> bool:
-        """False if the template never looks this variable up. tools: as in `render`: they may choose the template."""
+        """False if the template never looks this variable up. tools: as in `render`; they may decide which template."""
         return variable in self._inspection(self._choose(None, tools)).variables
 
     def _inspection(self, name: str) -> Inspection:

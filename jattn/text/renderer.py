@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_CPU_SECONDS = 2.0
-"""Processor time to compile a template and render one chat. Published templates take milliseconds."""
+"""Processor time to inspect a template, or to compile it and render one chat. Published ones take milliseconds."""
 MAX_ELAPSED_SECONDS = 10.0
 """Elapsed time for the same."""
 MAX_START_SECONDS = 60.0
@@ -61,6 +61,7 @@ def inspect(source: str, where: str) -> Inspection:
 
 
 def _result_of(job: dict[str, Any], where: str) -> dict[str, Any]:
+    """What a process answers to the job; ValueError if the template is invalid, refuses, or reaches a limit."""
     job |= dict(max_seconds=MAX_CPU_SECONDS)
     line = (json.dumps(job, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
     with _slots:
@@ -126,7 +127,7 @@ class Process:
         return self._popen.poll() is None
 
     def run(self, line: bytes) -> dict[str, Any]:
-        """The result of one job, such as a chat."""
+        """The result of one job: a line that asks for an inspection or for a chat."""
         return self._result(MAX_ELAPSED_SECONDS, line)
 
     def _result(self, max_seconds: float, line: bytes = b"") -> dict[str, Any]:

@@ -29,7 +29,10 @@ METHODS = {
 
 
 def main() -> None:
-    """Render chats until the input ends. Arguments: Python's search path as JSON, and the limit of memory in bytes."""
+    """Inspect templates and render chats until the input ends.
+
+    Arguments: Python's search path as JSON, and the limit of memory in bytes.
+    """
     sys.path[:] = json.loads(sys.argv[1])
     limit_memory(int(sys.argv[2]))
     environment = make_environment()
@@ -86,12 +89,12 @@ def while_compiling(work: Callable[[str], Any], source: str) -> Any:
 
 
 def inspected(environment: Any, source: str) -> dict[str, Any]:
-    """{"variables": the names that the template looks up in its input, "asks_for_null": see there}."""
+    """{"variables": names that the template looks up in its input, "asks_for_null": the function's result}."""
     from jinja2 import meta
 
     tree = environment.parse(source)
-    search = meta.TrackingCodeGenerator(environment)  # what meta.find_undeclared_variables runs
-    search.optimizer = None  # as in this environment: folding constants would need a deeper stack than compiling does
+    search = meta.TrackingCodeGenerator(environment)  # as meta.find_undeclared_variables does
+    search.optimizer = None  # off in this environment too; it needs a deeper stack than compiling does
     search.visit(tree)
     return {"variables": sorted(search.undeclared_identifiers), "asks_for_null": asks_for_null(tree)}
 

@@ -96,7 +96,7 @@ GEMMA4 = wrapper(
     num_attention_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-6,
 )  # fmt: skip
 MISTRAL3 = wrapper({"mistral": MISTRAL, "ministral3": MINISTRAL3, "mistral4": MISTRAL4})
-# In transformers the outer tie_word_embeddings has no effect; it writes its default there.
+# transformers gives the outer tie_word_embeddings no effect, and writes its default there.
 LLAMA4 = wrapper({"llama4_text": LLAMA4_TEXT}, outer_keys=TOKENS)
 KIMI_K25 = dataclasses.replace(
     wrapper({"deepseek_v3": DEEPSEEK_V3, "kimi_k2": DEEPSEEK_V3}),
