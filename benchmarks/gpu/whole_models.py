@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.whole_models [--only "qwen3_30b,llama_8b int4_g64"] [--write | --out DIR]
 
 Random weights of published models with all of their layers, and 256 greedy requests, at most 128 at a time: prompts of
-128 to 511 tokens, outputs of 128 to 383. Each model has a process of its own, on a machine without compiled programs.
+128 to 511 tokens, outputs of 128 to 383. Each model has a process of its own. The seconds until ready are those of a
+machine that has no compiled programs on disk.
 
 The floor is what no engine can beat with these rows. Decodes: the longer of reading the weights in every step (of a
 mixture, the experts that random choices of its rows reach) and of all products; then the keys and values that each row
@@ -74,7 +75,7 @@ def used_numbers(config: models.ModelConfig, params) -> float:
 
 
 def kv_bytes(config: models.ModelConfig, steps: list[list[int]]) -> float:
-    """Bytes of the keys and values that steps of rows with so many keys read; a window hides those before it."""
+    """Bytes of keys and values that decode steps (trace.decode_keys) read. A layer reads none outside its window."""
     total = 0.0
     for layer, spec in zip(config.layers, config.cache_specs(2, 16, dtype="bfloat16"), strict=True):
         reach = min((n for n in layer.attention.retention if n is not None), default=math.inf)
@@ -86,7 +87,7 @@ def floor_of(config: models.ModelConfig, params, work: list, rows: int) -> dict[
     """The least seconds of a trace, and their parts."""
     steps, flop = trace.decode_keys(work, rows), 2 * used_numbers(config, params)
     times = Counter(map(len, steps))  # rows of a step -> steps
-    weights = sum(count * served.read_bytes(params, config, rows) for rows, count in times.items())
+    weights = sum(count * served.read_bytes(params, config, n) for n, count in times.items())
     parts = dict(
         floor_weights_seconds=weights / READ_RATE,
         floor_products_seconds=sum(new for _, new in work) * flop / MULTIPLY_RATE,

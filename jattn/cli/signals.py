@@ -39,7 +39,7 @@ def forget() -> None:
 
 
 def say(number: int, code: int | None = None) -> int:
-    """Print the sentence of a signal that ends the command, once; returns the exit code. None: that of CODES."""
+    """Print the sentence of a signal that ends the command, once; returns its exit code: `code`, or that of CODES."""
     if number not in _said:
         _said[number] = CODES[signal.Signals(number)] if code is None else code
         with contextlib.suppress(OSError):  # nobody reads stderr any more: the signal ends the command all the same

@@ -104,7 +104,8 @@ class ConfigReader:
     def number(self, name: str, default: Any = MISSING, *, above: float = -math.inf, most: float = math.inf) -> Any:
         """A finite number with above < x <= most, as a float; its magnitude is 0, or from MIN_ to MAX_MAGNITUDE."""
         limits = f"{f' above {above:g}' if above > -math.inf else ''} up to {min(most, MAX_MAGNITUDE):g}"
-        fits, zero = lambda x: _is_number(x) and above < x <= most, "" if above >= 0 else "0 or "
+        zero = "" if above >= 0 else "0 or "
+        fits = lambda x: _is_number(x) and above < x <= most
         wanted = f"a finite number{limits}, {zero}with an absolute value of at least {MIN_MAGNITUDE:g}"
         value = self._checked(name, default, fits, wanted)
         return float(value) if _is_number(value) else value
