@@ -130,14 +130,15 @@ class Connection(H11Protocol):
 
     uvicorn itself closes connections that are idle between two requests. Events are parsed in rounds, so that a body
     in many small chunks does not delay other connections.
+
+    refused: a set that all connections of a server share, of those over the limit that are still open.
     """
 
-    def __init__(self, options: ServerOptions, **uvicorn_arguments: Any):
+    def __init__(self, options: ServerOptions, refused: set["Connection"], **uvicorn_arguments: Any):
         super().__init__(**uvicorn_arguments)
-        self._options = options
+        self._options, self._refused = options, refused
         self.conn: H11Connection = H11Connection(options.max_framing_bytes)
         self._is_scheduled = False  # the next handle_events is scheduled
-        self._is_refused = False  # because the server has as many connections as it accepts
         self._num_discarded: int | None = None  # bytes discarded in a lingering close; None: there is none
         self._awaited: str | None = None  # what the read timer waits for: "headers", "body" or "linger"
         self._read_timer: asyncio.TimerHandle | None = None
@@ -148,8 +149,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # call pause_writing as soon as one byte waits
-        if len(self.connections) > self._options.max_connections:
-            self._refuse_over_limit()
+        if len(self.connections) - len(self._refused) > self._options.max_connections:
+            self._refuse()
         self._update_read_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -192,6 +193,7 @@ class Connection(H11Protocol):
         self._update_read_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._refused.discard(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._await(None)
@@ -232,13 +234,12 @@ class Connection(H11Protocol):
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing: a request with Upgrade is served as one without, and uvicorn would ask for a library each time."""
 
-    def _refuse_over_limit(self) -> None:
-        """Send a 503 if the connections that are not refused are more than max_connections."""
-        num_refused = sum(isinstance(each, Connection) and each._is_refused for each in self.connections)
-        if len(self.connections) - num_refused > self._options.max_connections:
-            self._is_refused = True
-            message = "the server has as many connections as it accepts; try again later"
-            self._send_error(503, message, retry_after=1, lingers=num_refused < MAX_REFUSED_OPEN)
+    def _refuse(self) -> None:
+        """Send a 503, because the server has as many connections as it accepts."""
+        lingers = len(self._refused) < MAX_REFUSED_OPEN
+        self._refused.add(self)
+        message = "the server has as many connections as it accepts; try again later"
+        self._send_error(503, message, retry_after=1, lingers=lingers)
 
     # ------------------------------------------------------------------ reading
     def _update_read_timer(self) -> None:

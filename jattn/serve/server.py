@@ -84,11 +84,12 @@ class Server(uvicorn.Server):
 def make_server(served: Engine | Embedder, options: ServerOptions, host: str = "127.0.0.1", port: int = 8000) -> Server:
     """A server that is not running yet."""
     app = make_embeddings_app(served, options) if isinstance(served, Embedder) else make_app(served, options)
+    refused: set[Connection] = set()
     config = uvicorn.Config(
         app,
         host=host,
         port=port,
-        http=functools.partial(Connection, app.state.options),  # type: ignore[arg-type]  uvicorn only calls it
+        http=functools.partial(Connection, app.state.options, refused),  # type: ignore[arg-type]  uvicorn only calls it
         ws="none",
         loop="asyncio",
         lifespan="on",
