@@ -115,8 +115,8 @@ def measure(case: served.Case, load: trace.Trace, small: bool) -> dict:
         layers=len(config.layers), requests=load.requests, rows=load.rows, programs=programs, ready_seconds=ready
     )
     row |= run.figures() | dict(compiled_later=seen.programs, dispatches=seen.dispatches)
-    row |= floor_of(config, params, work, load.rows)
-    row |= dict(share_of_floor=row["floor_seconds"] / run.seconds)
+    floor = floor_of(config, params, work, load.rows)
+    row |= floor | dict(share_of_floor=floor["floor_seconds"] / run.seconds)
     if not small:
         found, wall, _ = trace.under_profiler(engine, work)
         kernels = {name: round(seconds, 4) for name, seconds in found.top(12).items()}
