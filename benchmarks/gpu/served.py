@@ -165,16 +165,19 @@ def drawn(case: Case, path: tuple, spec: WeightSpec, seed: int) -> "jax.Array | 
 def read_bytes(params: Any, config: models.ModelConfig, tokens: int) -> float:
     """Bytes of weights that a step of so many tokens reads."""
     total = 0.0
-    mixtures = [layer.moe for layer in config.layers]
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=is_quantised):
         size = sum(x.nbytes for x in jax.tree.leaves(leaf))
         name = weight_path(path)
-        if leaf.ndim == 3 and ".mlp." in name:
-            moe = mixtures[int(name.split(".")[1])]
-            total += size if moe is None else size * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+        if (moe := mixture_of(config, name, leaf)) is not None:
+            total += size * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
         elif not name.startswith("embed") or config.tied_embeddings:
             total += size
     return total
+
+
+def mixture_of(config: models.ModelConfig, name: str, weight: Any) -> Any:
+    """The MoE to whose experts the weight with this path belongs; None if it is of every token."""
+    return config.layers[int(name.split(".")[1])].moe if weight.ndim == 3 and ".mlp." in name else None
 
 
 def batch_of(name: str, shapes: StepShapes, num_blocks: int):

@@ -15,6 +15,7 @@ took most of that run; of a loop inside a CUDA graph CUPTI shows the first step 
 """
 
 import argparse
+import functools
 import math
 import subprocess
 import sys
@@ -69,17 +70,17 @@ def used_numbers(config: models.ModelConfig, params) -> float:
         name = weight_path(path)
         if leaf.ndim < 2 or name.startswith(("embed", "head")):
             continue
-        moe = config.layers[int(name.split(".")[1])].moe if leaf.ndim == 3 and ".mlp." in name else None
+        moe = served.mixture_of(config, name, leaf)
         total += float(np.prod(leaf.shape)) * (1.0 if moe is None else moe.top_k / moe.num_experts)
     return total
 
 
 def kv_bytes(config: models.ModelConfig, steps: list[list[int]]) -> float:
     """Bytes of keys and values that decode steps (trace.decode_keys) read. A layer reads none outside its window."""
-    total = 0.0
+    total, keys_within = 0.0, functools.cache(lambda reach: sum(min(keys, reach) for step in steps for keys in step))
     for layer, spec in zip(config.layers, config.cache_specs(2, 16, dtype="bfloat16"), strict=True):
         reach = min((n for n in layer.attention.retention if n is not None), default=math.inf)
-        total += sum(min(keys, reach) for step in steps for keys in step) * spec.bytes_per_block / 16
+        total += keys_within(reach) * spec.bytes_per_block / 16
     return total
 
 

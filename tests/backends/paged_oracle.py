@@ -53,11 +53,10 @@ def attention_over_pages(q, k, v, table, work, config):
 
 
 @contextlib.contextmanager
-def by_numpy(**constants):
-    """Long prompts over latents without a GPU. constants: of mla_gpu_prompts, or JOINED, of mla_gpu_prefill."""
-    of_layers = {name: constants.pop(name) for name in ("JOINED",) if name in constants}
+def by_numpy(joined: bool = True, **constants):
+    """Long prompts over latents without a GPU. joined: JOINED of mla_gpu_prefill. constants: of mla_gpu_prompts."""
     lists = mock.patch.multiple(mla_gpu_prompts, build_work_list=_work, **constants)
-    layers = mock.patch.multiple(mla_gpu_prefill, ragged_paged_attention=attention_over_pages, **of_layers)
+    layers = mock.patch.multiple(mla_gpu_prefill, ragged_paged_attention=attention_over_pages, JOINED=joined)
     mla_gpu_prompts.windows_of.clear_cache()  # of work lists that the kernel reads
     try:
         with lists, layers:

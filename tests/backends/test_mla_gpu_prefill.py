@@ -59,7 +59,7 @@ def test_a_long_prompt_is_attention_by_its_definition(name, planned):
     if given:
         new = np.concatenate([np.arange(e - n, e) for e, n in zip(ends, QUERIES, strict=True)])
         rows = tuple(jnp.asarray(np.pad(x[new], ((0, 5), (0, 0)), constant_values=np.nan)) for x in (kv_c * 0.5, k_pe))
-    with by_numpy(WINDOW_BYTES=window, SMALL_WINDOW=small, JOINED=joined):
+    with by_numpy(WINDOW_BYTES=window, SMALL_WINDOW=small, joined=joined):
         plan = prompt_plan(SPEC, q.dtype.name, m, size) if planned else None
         step = jax.jit(lambda *operands: projected_prefill(written.impl._latent, *operands))
         state = step(jnp.asarray(q), cache, m, params, rows, plan)
